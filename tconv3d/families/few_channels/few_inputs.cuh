@@ -15,8 +15,10 @@
 // memory in fragment order.
 //
 // The two fragment rows of a lane are neighbours along w, and two phases along w are computed together: a
-// lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors. For channels-last outputs,
-// two column tiles share 16 channels so that a lane holds 4 neighbouring channels.
+// lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors. Where lines of outputs
+// begin anywhere (kSpread), the lanes that have the same positions of several channels exchange outputs, so
+// that neighbouring lanes store neighbouring outputs of one channel. For channels-last outputs, two column
+// tiles share 16 channels so that a lane holds 4 neighbouring channels.
 #pragma once
 
 #include "epilogue.cuh"
@@ -199,8 +201,15 @@ struct FewInputs {
 
   // ---- The outputs.
 
-  static __device__ __forceinline__ Scalar result(float total) {
-    return Narrow<Scalar>::from(C::Epilogue::apply(total));
+  // Returns kRun neighbouring sums as outputs. `to` is the address of the first output.
+  template <bool kChannels, int kRun>
+  __device__ __forceinline__ Vector<Scalar, kRun> outputs(float (&sums)[kRun], const Scalar* to, int n,
+                                                          int channel, long long step, int present) const {
+    finish<C, kChannels>(args, {n, channel, to - static_cast<const Scalar*>(args.y), step, present}, sums);
+    Vector<Scalar, kRun> values;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) values.at[i] = Narrow<Scalar>::from(sums[i]);
+    return values;
   }
 
   // Stores kRun neighbouring outputs of a channel: as one vector if `whole`, else the first `count` of them
@@ -218,6 +227,24 @@ struct FewInputs {
     }
   }
 
+  // Transposes kRun x kRun values among kRun neighbouring lanes: lane i gets value i of every lane, in the
+  // order of the lanes. `lanes` is the mask of the lanes that take part.
+  template <int kRun>
+  __device__ __forceinline__ void exchange(float (&values)[kRun], unsigned lanes) const {
+#pragma unroll
+    for (int distance = 1; distance < kRun; distance *= 2) {
+      const bool upper = (lane & distance) != 0;
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        if ((i & distance) != 0) continue;
+        const float low = values[i], high = values[i + distance];
+        const float got = __shfl_xor_sync(lanes, upper ? low : high, distance);
+        values[i] = upper ? got : low;
+        values[i + distance] = upper ? high : got;
+      }
+    }
+  }
+
   // Stores the outputs of this lane's two neighbouring positions in row tile m, for phases f to f + kTogether
   // - 1 and the channels of one pass.
   __device__ __forceinline__ void store_rows(const TileOrigin& tile, int m, int f, int pass) {
@@ -231,16 +258,19 @@ struct FewInputs {
     Scalar* y = static_cast<Scalar*>(args.y) + tile.n * static_cast<Index>(args.y_strides.n) +
                 (group * C::kOutPerGroup + out) * step_c + d * static_cast<Index>(args.y_strides.d) +
                 h * static_cast<Index>(args.y_strides.h) + w * step_w;
-    if constexpr (C::kRunAlongW) {
-      store_along_w(y, m, C::kOutPerGroup - out, args.y_size.w - w);
+    if constexpr (C::kSpread) {
+      store_spread(y, m, tile.n, out, args.y_size.w - w);
+    } else if constexpr (C::kRunAlongW) {
+      store_along_w(y, m, tile.n, out, args.y_size.w - w);
     } else {
-      store_along_c(y, m, C::kOutPerGroup - out, args.y_size.w - w);
+      store_along_c(y, m, tile.n, out, args.y_size.w - w);
     }
   }
 
-  // Stores outputs that are contiguous along w. There is one phase along w, or all phases along w are
-  // computed together.
-  __device__ __forceinline__ void store_along_w(Scalar* y, int m, int channels, int room) {
+  // Stores outputs that are contiguous along w, of batch item n, from channel `out` of the group on. There is
+  // one phase along w, or all phases along w are computed together.
+  __device__ __forceinline__ void store_along_w(Scalar* y, int m, int n, int out, int room) {
+    const int channels = C::kOutPerGroup - out;
     constexpr int kRun = 2 * C::kTogether;
     const Index step_c = static_cast<Index>(args.y_strides.c);
     const bool whole = room >= kRun && step_c % kRun == 0 &&
@@ -249,18 +279,51 @@ struct FewInputs {
     for (int column = 0; column < C::kPassTiles; ++column) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        Vector<Scalar, kRun> values;
-#pragma unroll
-        for (int i = 0; i < kRun; ++i)
-          values.at[i] = result(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
         const bool exists = C::kOutPerGroup % (8 * C::kPassTiles) == 0 || column * 8 + e < channels;
+        float sums[kRun];
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) sums[i] = sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e];
+        const int further = column * 8 + e;
+        const auto values = outputs<false>(sums, y + further * step_c, n,
+                                           group * C::kOutPerGroup + out + further, 1, exists ? room : 0);
         if (exists) store_run(y + (column * 8 + e) * step_c, values, whole, room);
       }
     }
   }
 
+  // Stores outputs that are contiguous along w, in lines that begin anywhere. The 4 lanes of a quad have the
+  // same positions, of the channels 0, 2, 4, 6 from the quad's first. After the exchange, a lane has output
+  // `own` of all kRun channels of its neighbours.
+  __device__ __forceinline__ void store_spread(Scalar* y, int m, int n, int out, int room) {
+    constexpr int kRun = 2 * C::kTogether;
+    const Index step_c = static_cast<Index>(args.y_strides.c);
+    const int own = lane % kRun, first = out - 2 * own;
+    y += own - 2 * own * step_c;
+    const int channels = own < room ? C::kOutPerGroup - first : 0;
+#pragma unroll
+    for (int column = 0; column < C::kPassTiles; ++column) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float totals[kRun];
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) totals[i] = sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e];
+        exchange(totals, 0xFu << (lane & ~3));
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {
+          const int channel = column * 8 + e + 2 * i;
+          float total[1] = {totals[i]};
+          if (channel < channels) {
+            Scalar* const to = y + channel * step_c;
+            *to = outputs<false>(total, to, n, group * C::kOutPerGroup + first + channel, 1, 1).at[0];
+          }
+        }
+      }
+    }
+  }
+
   // Stores two neighbouring channels at a time, or four out of a pair of column tiles.
-  __device__ __forceinline__ void store_along_c(Scalar* y, int m, int channels, int room) {
+  __device__ __forceinline__ void store_along_c(Scalar* y, int m, int n, int out, int room) {
+    const int channels = C::kOutPerGroup - out;
     constexpr int kTilesAtOnce = C::kPairedTiles ? 2 : 1, kRun = 2 * kTilesAtOnce;
     const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
     const bool aligned = C::kUnitC && step_w % kRun == 0 &&
@@ -272,11 +335,12 @@ struct FewInputs {
         const int row = i / C::kTogether, together = i % C::kTogether;
         const int further = row * C::kOutputStepW + together, rest = channels - column * 8;
         if (further >= room || rest < 1) continue;
-        Vector<Scalar, kRun> values;
+        float sums[kRun];
 #pragma unroll
-        for (int e = 0; e < kRun; ++e)
-          values.at[e] = result(sum[together][m][column + e / 2][2 * row + e % 2]);
+        for (int e = 0; e < kRun; ++e) sums[e] = sum[together][m][column + e / 2][2 * row + e % 2];
         Scalar* const at = y + column * 8 * step_c + further * step_w;
+        const auto values =
+            outputs<true>(sums, at, n, group * C::kOutPerGroup + out + column * 8, step_c, rest);
         if (aligned && rest >= kRun) {
           *reinterpret_cast<Vector<Scalar, kRun>*>(at) = values;
         } else {

@@ -418,15 +418,31 @@ struct FewOutputs {
     store(total, d, (tile_h + qh) * C::kStrideH, (tile_w + qw) * C::kStrideW);
   }
 
-  static __device__ __forceinline__ Scalar result(float total) {
-    return Narrow<Scalar>::from(C::Epilogue::apply(total));
-  }
-
   // A store writes kJoined neighbouring outputs: one output, all phases along w of a channel, or,
   // channels-last, all phases along w and channels of a position.
   static constexpr bool kPoints = C::kJoined > C::kStrideW || C::kOut == 1;
   static constexpr int kRuns = C::kStrideW * C::kOut / C::kJoined;
   static_assert(C::kJoined == 1 || C::kJoined == C::kStrideW || C::kJoined == C::kStrideW * C::kOut);
+
+  // Applies the epilogue to the sums of one store, whose first output lies at `at`.
+  __device__ __forceinline__ void finish_run(const Scalar* at, int co, int present,
+                                             float (&sums)[C::kJoined]) const {
+    const long long offset = at - static_cast<const Scalar*>(args.y);
+    const int channel = group * C::kOut + co;
+    if constexpr (kPoints && C::kOut > 1) {  // all channels of one position after the other
+#pragma unroll
+      for (int first = 0; first < C::kJoined; first += C::kOut) {
+        float own[C::kOut];
+#pragma unroll
+        for (int i = 0; i < C::kOut; ++i) own[i] = sums[first + i];
+        finish<C, true>(args, {n, channel, offset + first, 1, present - first}, own);
+#pragma unroll
+        for (int i = 0; i < C::kOut; ++i) sums[first + i] = own[i];
+      }
+    } else {
+      finish<C, false>(args, {n, channel, offset, 1, present}, sums);
+    }
+  }
 
   __device__ __forceinline__ void store(const float (&total)[kPhases][C::kOut], int d, int first_h,
                                         int first_w) {
@@ -439,13 +455,17 @@ struct FewOutputs {
       const int h = first_h + line, w = first_w + phase;
       if (h >= args.y_size.h || w >= args.y_size.w) continue;
       Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
-      Vector<Scalar, C::kJoined> values;
+      const int present = (args.y_size.w - w) * (kPoints ? C::kOut : 1);
+      float sums[C::kJoined];
 #pragma unroll
       for (int i = 0; i < C::kJoined; ++i) {
         const int f = line * C::kStrideW + phase + (kPoints ? i / C::kOut : i);
-        values.at[i] = result(total[f][kPoints ? i % C::kOut : co]);
+        sums[i] = total[f][kPoints ? i % C::kOut : co];
       }
-      const int present = (args.y_size.w - w) * (kPoints ? C::kOut : 1);
+      finish_run(at, co, present, sums);
+      Vector<Scalar, C::kJoined> values;
+#pragma unroll
+      for (int i = 0; i < C::kJoined; ++i) values.at[i] = Narrow<Scalar>::from(sums[i]);
       if (present >= C::kJoined &&
           reinterpret_cast<unsigned long long>(at) % alignof(decltype(values)) == 0) {
         *reinterpret_cast<Vector<Scalar, C::kJoined>*>(at) = values;

@@ -28,12 +28,14 @@ MIN_OUT = 8  # written channels per group: a matrix instruction has 8 columns
 MIN_RATIO = 4  # written channels per read channel, so that each gathered operand is used more than once
 WARPS = 8  # per block
 SUMS = 64  # accumulators per thread
+SPREAD_SUMS = 48  # accumulators per thread where lanes exchange outputs, which takes registers
 LINE_BYTES = 16  # cost of starting a line, as the number of bytes that take equally long to copy
 BARRIER_BYTES = 8 * 1024  # cost of a barrier, as the number of bytes that take equally long to copy
 WEIGHT_BYTES = 64 * 1024  # bytes of shared memory for the weights of a block
 # Cycles of a block: START is constant, STAGED is paid once per K step and 8 output channels to stage the weights,
 # MULTIPLIED per tile, K step, 8 output channels and 16 rows of a warp, and TILE per tile.
 START, STAGED, MULTIPLIED, TILE = 5000.0, 90.0, 14.0, 8500.0
+MOVED = 10.0  # bytes of the pass's tensors per cycle and multiprocessor, at most: 1.2 times the time of a plain copy
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,28 @@ class Layout:
         return 2 if self.contiguous and self.side.gathers[2].phases == 2 else 1
 
     @property
+    def along_w(self) -> bool:
+        """Tells whether a lane's outputs are neighbours along w in memory."""
+        return self.contiguous and self.side.gathers[2].phases == self.together
+
+    @property
+    def spread(self) -> bool:
+        """Tells whether lines of outputs begin anywhere, so that a lane's neighbouring outputs are no vector."""
+        return self.along_w and any(stride % (2 * self.together) for stride in self.side.y[:4])
+
+    @property
+    def sums(self) -> int:
+        """The most accumulators per thread."""
+        return SPREAD_SUMS if self.spread else SUMS
+
+    @property
     def pass_tiles(self) -> int:
         """The number of tiles of 8 columns whose accumulators a warp holds at a time."""
-        return min(-(-self.side.outs // 8), SUMS // (4 * self.together))
+        return min(-(-self.side.outs // 8), self.sums // (4 * self.together))
 
     @property
     def row_tiles(self) -> int:
-        return max(1, min(2, SUMS // (4 * self.together * self.pass_tiles)))
+        return max(1, min(2, self.sums // (4 * self.together * self.pass_tiles)))
 
     @property
     def rows(self) -> int:
@@ -170,7 +187,8 @@ def cycles(problem: Problem, device: Device) -> float:
     layout, tile, blocks = choice
     products = layout.steps * layout.block_out / 8
     tiles = -(-tile.count // _walkers(layout, tile, blocks, device))
-    return START + STAGED * products + tiles * (MULTIPLIED * products * layout.row_tiles + TILE)
+    moving = problem.bytes / (MOVED * device.multiprocessors)
+    return START + STAGED * products + max(moving, tiles * (MULTIPLIED * products * layout.row_tiles + TILE))
 
 
 def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
@@ -203,7 +221,8 @@ def _constants(layout: Layout, tile: Tile) -> Constants:
         ("Epilogue", side.problem.activation),
         ("kWide", side.wide),
         ("kUnitC", side.y[1] == 1),
-        ("kRunAlongW", layout.contiguous and side.gathers[2].phases == layout.together),
+        ("kRunAlongW", layout.along_w),
+        ("kSpread", layout.spread),
         ("kGroups", side.problem.geometry.groups),
         ("kOutPerGroup", side.outs),
         ("kBlockOut", layout.block_out),

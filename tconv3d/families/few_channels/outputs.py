@@ -275,7 +275,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if not tiles(problem, device):
         return "the products of all taps do not fit a multiprocessor"
     if Layer.of(problem).strict:
-        return tensor_cores.why_not_halves(Side.of(problem).mean_terms)
+        return tensor_cores.why_not_halves(Side.of(problem).mean_terms, problem.loose)
     return None
 
 

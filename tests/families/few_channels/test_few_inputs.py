@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tconv3d.families.few_channels import inputs as few_inputs_planner
 from tconv3d.planning import planner
+from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
@@ -163,6 +164,18 @@ def test_a_new_volume_or_batch_compiles_nothing() -> None:
         for size, batch in (((4, 8, 16), 1), ((1, 1, 4), 2), ((7, 65, 32), 3)):
             other = few_inputs_planner.plan(problem(replace(layer, batch=batch), which, size=size), H200)
             assert other.launches[0].constants == first.launches[0].constants
+
+
+@pytest.mark.parametrize("output_padding, spread", [(0, True), (1, False)])
+def test_lanes_exchange_outputs_of_lines_that_begin_anywhere(output_padding: int, spread: bool) -> None:
+    layer = Layer(4, 24, (16, 32, 32), T3, T2, T1, (output_padding,) * 3, batch=64)
+    for dtype in ("float32", "bfloat16"):
+        found = problem(layer, Pass.FORWARD, dtype)
+        plan = few_inputs_planner.plan(found, H200)
+        assert dict(plan.launches[0].constants)["kSpread"] is spread
+        offer = planner.taken({found.which: found}, H200)[0]
+        assert offer.kernel == "few_inputs"
+        assert offer.microseconds > 1e3 * GPUS["H200"].floor_ms(found), "faster than memory"
 
 
 @pytest.mark.parametrize("name", ["gan", "monai", "several passes"])
