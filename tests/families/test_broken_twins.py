@@ -55,6 +55,27 @@ TWINS = (
         Case(DEPTHWISE, wanted=("weight",)),
     ),
     Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "const bool inside = static_cast<unsigned>(h)",
+        "const bool inside = h > 0 && static_cast<unsigned>(h)",
+        Case(DEPTHWISE, favoured="depthwise_tiles", wanted=("input",)),
+    ),
+    Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "q * C::kPhasesD + phase, sum",
+        "q * C::kPhasesD, sum",
+        Case(DEPTHWISE, favoured="depthwise_tiles"),
+    ),
+    Twin(
+        "depthwise_tiles_weight_grad",
+        "depthwise_tiles_weight_grad",
+        "plane < first || plane >= end",
+        "plane <= first || plane >= end",
+        Case(DEPTHWISE, wanted=("weight",), favoured="depthwise_tiles"),
+    ),
+    Twin(
         "depthwise_lines",
         "depthwise_lines",
         "x_d < args.x_size.d && x_h >= 0 &&",
@@ -73,6 +94,13 @@ TWINS = (
         "few_inputs",
         "d >= args.y_size.d || h >= args.y_size.h",
         "d >= args.y_size.d || h + 1 >= args.y_size.h",
+        Case(Layer(4, 24, (3, 4, 8), T3, T2, T1)),
+    ),
+    Twin(
+        "few_inputs",
+        "few_inputs",
+        "values[i] = upper ? got : low;",
+        "values[i] = upper ? low : got;",
         Case(Layer(4, 24, (3, 4, 8), T3, T2, T1)),
     ),
     Twin(
@@ -99,8 +127,8 @@ TWINS = (
     Twin(
         "mma",
         "mma",
-        "a[m + C::kTapShift(kTap)]",
-        "a[m]",
+        "kShift = C::kTapShift(kTap)",
+        "kShift = 0",
         Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100"),
     ),
     Twin(
@@ -154,11 +182,25 @@ TWINS = (
         Case(ODD, "bfloat16", favoured="rows", wanted=("weight",), input=LAST, grad=LAST),
     ),
     Twin(
+        "rows_weight_grad",
+        "rows_weight_grad",
+        "own.first_y + i / 4 * 8 + 2 * lane + i % 2;",
+        "own.first_y + i / 4 * 8 + 2 * lane;",
+        Case(ODD, "bfloat16", favoured="rows", wanted=("weight", "bias"), input=LAST, grad=LAST),
+    ),
+    Twin(
         "tensor_weight_grad",
         "tensor_weight_grad",
         "d < size.d && h >= 0 && h < size.h;",
         "d < size.d && h > 0 && h < size.h;",
         Case(ODD, plans="A100", wanted=("weight",)),
+    ),
+    Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
+        "multiply_step<1>(rest, x[0][m], step, dy);",
+        "",
+        Case(Layer(64, 96, (3, 5, 9), T3, T2, T1), "float32", plans="A100", wanted=("weight",)),
     ),
     Twin(
         "turned",

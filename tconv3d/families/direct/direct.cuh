@@ -255,8 +255,8 @@ struct Direct {
     }
   }
 
-  __device__ __forceinline__ Scalar result(int p, int f, int o) const {
-    return Narrow<Scalar>::from(C::Epilogue::apply(kChained ? total[kChained ? p : 0][f][o] : sum[p][f][o]));
+  __device__ __forceinline__ Acc total_of(int p, int f, int o) const {
+    return kChained ? total[kChained ? p : 0][f][o] : sum[p][f][o];
   }
 
   // Stores the outputs of one position, for every channel of the tile: of phase f (kPair == 1), or of phases
@@ -278,7 +278,10 @@ struct Direct {
       if (out + o >= C::kOutPerGroup) continue;
       const Index step = o * static_cast<Index>(args.y_strides.c);
       if constexpr (kPair == 2) {
-        const Vector<Scalar, 2> both{result(p, f, o), result(p, f + 1, o)};
+        Acc sums[2] = {total_of(p, f, o), total_of(p, f + 1, o)};
+        const int present = w + 1 < args.y_size.w ? 2 : 1;
+        finish<C, false>(args, {n[p], static_cast<int>(channel) + o, offset + step, 1, present}, sums);
+        const Vector<Scalar, 2> both{Narrow<Scalar>::from(sums[0]), Narrow<Scalar>::from(sums[1])};
         if (w + 1 < args.y_size.w && (offset + step) % 2 == 0) {
           *reinterpret_cast<Vector<Scalar, 2>*>(y + step) = both;
         } else {
@@ -286,9 +289,15 @@ struct Direct {
           if (w + 1 < args.y_size.w) y[step + 1] = both.at[1];
         }
       } else {
+        Acc sums[C::kStoreVector];
+#pragma unroll
+        for (int v = 0; v < C::kStoreVector; ++v) sums[v] = total_of(p, f, o + v);
+        const OutputRun run{n[p], static_cast<int>(channel) + o, offset + step, args.y_strides.c,
+                            C::kStoreVector};
+        finish<C, true>(args, run, sums);
         Vector<Scalar, C::kStoreVector> values;
 #pragma unroll
-        for (int v = 0; v < C::kStoreVector; ++v) values.at[v] = result(p, f, o + v);
+        for (int v = 0; v < C::kStoreVector; ++v) values.at[v] = Narrow<Scalar>::from(sums[v]);
         *reinterpret_cast<Vector<Scalar, C::kStoreVector>*>(y + step) = values;
       }
     }

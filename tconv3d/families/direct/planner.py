@@ -6,7 +6,7 @@ positions are split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -15,7 +15,7 @@ from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Gather
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
@@ -42,9 +42,16 @@ def why_not(problem: Problem, device: Device) -> str | None:
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     kernels = {Pass.WEIGHT_GRAD: "direct_weight_grad", Pass.BIAS_GRAD: "channel_sum"}
     return [
-        offers.alone(kernels.get(problem.which, "direct"), problem, device, why_not, work, plan)
+        _with_kind(offers.alone(kernels.get(problem.which, "direct"), problem, device, why_not, work, plan))
         for problem in wanted.values()
     ]
+
+
+def _with_kind(answer: Answer) -> Answer:
+    """Gives the bias gradient of rows of vectors a kind of its own: the rates of other rows are far higher."""
+    if isinstance(answer, Offer) and answer.problem.which is Pass.BIAS_GRAD and _vectors_of_rows(answer.problem):
+        return replace(answer, kind="bias_grad, rows of vectors")
+    return answer
 
 
 def work(problem: Problem, device: Device) -> Work:

@@ -19,11 +19,12 @@ from math import gcd
 from typing import Any
 
 from ...planning.geometry import Geometry, Triple
-from .measured import COMMON
+from .measured import CHOICES
 from .program import Program, Split, gather_program, programs
 
 SLAB = 64  # positions of one matrix instruction, and thus of a slab
 STEP_BYTES = 32  # bytes of K that one matrix instruction takes
+MOST_PANELS = 4  # most panels whose sums are added to the totals at once in strict float32
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -171,7 +172,7 @@ class Build:
         if not self.march or (self.input is Input.LINES and self.item_bytes == 2):
             return 0.0
         many = self.item_bytes == 4 and self.geometry.in_per_group > self.step_items
-        return COMMON.instruction_many_channels if many else COMMON.instruction
+        return CHOICES.instruction_many_channels if many else CHOICES.instruction
 
     @cached_property
     def own_shifts(self) -> bool:
@@ -343,11 +344,22 @@ class Build:
         """The bytes of all panels of all column tiles."""
         return self.column_tiles // len(self.programs) * sum(kind.count * kind.panel_bytes for kind in self.kinds)
 
-    @property
+    @cached_property
     def panels_at_once(self) -> int:
-        """The number of panels whose sums are added to the totals at once in strict float32: 32 input channels."""
-        alone = self.division is not Division.CONSUMERS
-        return 2 if self.strict and self.part_bytes <= 64 and alone else 1
+        """The number of panels whose sums are added to the totals at once in strict float32, with the fewest
+        additions in all: panels of at most 32 input channels together, and panels that are left over alone."""
+        if not self.strict or self.division is Division.CONSUMERS:
+            return 1
+        channels = min(self.part_bytes // self.item_bytes, self.group_slots)
+        return min(range(1, max(1, min(MOST_PANELS, 32 // channels)) + 1), key=self._additions)
+
+    @cached_property
+    def additions_per_panel(self) -> float:
+        """The additions to the totals for each panel in strict float32."""
+        return self._additions(self.panels_at_once) / sum(self.pattern_shifts)
+
+    def _additions(self, at_once: int) -> int:
+        return sum(n // at_once + n % at_once for n in self.pattern_shifts)
 
     # ---- work of a block
 

@@ -9,7 +9,7 @@ from ...planning.scalars import INT32_MAX, SCALARS
 from .build import Build, Division, Input, Output, Weights
 from .job import Job
 from .loading import vector_parts
-from .measured import COMMON
+from .measured import CHOICES
 from .registers import in_flight, line_sets, line_turns, per_thread, row_sets
 from .shared_memory import IMAGE_BUFFERS, image_rows, long_run_buffers, long_run_pitch, slot_bytes, stage_rows
 from .storing import STORED_BY_PARTNER, in_place, lane_channels, moment_band, partners, stored_vectors
@@ -144,7 +144,7 @@ def lead(build: Build) -> int:
     if long_runs:
         return 1
     stored = build.sums * (build.march_step / build.window if build.march else 1)
-    wanted = COMMON.store_cycles * stored * panels / (build.kinds[0].cycles_per_slab * build.tile.slabs)
+    wanted = CHOICES.store_cycles * stored * panels / (build.kinds[0].cycles_per_slab * build.tile.slabs)
     least = panels if build.division is Division.NOBODY else sum(of_sources)  # a block may have one chunk of a tile
     ready = panels if build.weights.resident else block.slots - 2
     most = min(min(of_sources) * (block.stages - 1), least // 2, ready)

@@ -63,6 +63,7 @@
 
 #include "halo_add.cuh"
 #include "halo_divided.cuh"
+#include "halo_epilogue.cuh"
 #include "halo_images.cuh"
 #include "halo_lines.cuh"
 #include "halo_loaders.cuh"
@@ -91,6 +92,7 @@ struct Halo {
   using Lines = HaloLines<Config>;
   using LongRuns = HaloLongRuns<Config>;
   using AllMoments = HaloMoments<Config>;
+  using Finishing = HaloEpilogue<Config>;
   static constexpr bool kStrict = Config::kHalves == 2;
   // The loop over shifts is unrolled where stores are short: this saves 1 to 4% of the time on an H200, and
   // costs time in other builds.
@@ -145,11 +147,13 @@ struct Halo {
                                                          int last_shift) {
     constexpr int kPanels = Config::kPanelsAtOnce;
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
-    for (int shift = first_shift; shift < last_shift; shift += kPanels) {
+    int count;
+    for (int shift = first_shift; shift < last_shift; shift += count) {
+      count = 1;
       if constexpr (Config::kDivision == Division::kConsumers) {
         if (!HaloDivided<Config>::own_panel(me)) continue;
       }
-      const int count = kPanels == 1 || last_shift - shift == 1 ? 1 : 2;
+      if (last_shift - shift >= kPanels) count = kPanels;
       unsigned long long b[kPanels];
       unsigned displacement[kPanels], slots[kPanels];
 #pragma unroll
@@ -186,7 +190,7 @@ struct Halo {
         }
       }
       Accumulators::pin(sums);
-      Products::template add_to_totals<kPattern, kSteps>(totals, sums);
+      Products::template add_to_totals<kPattern, kSteps>(totals, sums, kPanels == 1 ? 1 : count);
     }
   }
 
@@ -374,7 +378,11 @@ struct Halo {
               continue;
             }
           }
-          Accumulators::activate(sums);
+          if constexpr (Config::kInput == Input::kLines) {
+            Finishing::apply_to_pairs(args, at, pairs, at.first_plane + plane, lane, sums);
+          } else {
+            Finishing::apply(args, at, slabs, at.first_plane + plane, warp, lane, sums);
+          }
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
             moments.add(args, at, sums, at.first_plane + plane, lane);
           } else if constexpr (Config::Epilogue::kLeavesMoments) {

@@ -5,8 +5,8 @@
 // the tile that its share begins and does not end.
 #pragma once
 
+#include "halo_epilogue.cuh"
 #include "halo_pieces.cuh"
-#include "halo_stores.cuh"
 
 namespace tconv3d {
 
@@ -42,7 +42,7 @@ struct HaloAdding {
     me.warp = thread / 32;
     me.lane = thread % 32;
     me.scratch = dynamic_shared<float>() + me.warp * Shared::kScratch;
-    Accumulators::activate(sums);
+    HaloEpilogue<Config>::apply(args, at, own, 0, me.warp, me.lane, sums);
     Stores::store_outputs(args, at, me, sums, own, 0);
   }
 };

@@ -77,7 +77,7 @@ struct HaloProducts {
     }
   }
 
-  // Issues the three products of one or two panels in strict float32, all small products first.
+  // Issues the three products of one or several panels in strict float32, all small products first.
   template <int kPattern, int kSteps, int kPanels>
   static __device__ __forceinline__ void multiply_halves(Sums& sums,
                                                          const unsigned long long (&a)[Config::kSlabs],
@@ -94,14 +94,14 @@ struct HaloProducts {
   }
 
   // Tensor cores round every sum towards zero, so that a long chain of products drifts. Strict float32
-  // therefore adds the sums of one or two panels to totals, by additions that round to nearest; the rounding
-  // errors of these additions are the values that the sums of the next panel start from. Sums over 32
-  // channels and more lose about one unit in the last place on average, which a factor of 1 + 2^-23
+  // therefore adds the sums of one or several panels to totals, by additions that round to nearest; the
+  // rounding errors of these additions are the values that the sums of the next panel start from. Sums over
+  // 32 channels and more lose about one unit in the last place on average, which a factor of 1 + 2^-23
   // compensates.
   template <int kPattern, int kSteps>
-  static __device__ __forceinline__ void add_to_totals(Sums& totals, Sums& sums) {
-    constexpr float kScale =
-        kSteps * Layout::kStepItems * Config::kPanelsAtOnce >= 32 ? 1.0f + 0x1p-23f : 1.0f;
+  static __device__ __forceinline__ void add_to_totals(Sums& totals, Sums& sums, int panels) {
+    constexpr int kChannels = Config::kGroupsPerTile > 1 ? Config::kGroupSlots : kSteps * Layout::kStepItems;
+    const float scale = kChannels * panels >= 32 ? 1.0f + 0x1p-23f : 1.0f;
     static_for<Config::kSlabs * Config::kGroupsPerTile * Layout::units(kPattern)>([&](auto i) {
       constexpr int kIndex = decltype(i)::value, kUnits = Layout::units(kPattern);
       constexpr int kSlab = kIndex / kUnits / Config::kGroupsPerTile;
@@ -110,7 +110,7 @@ struct HaloProducts {
       constexpr int kFirst = (kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns) / 2;
 #pragma unroll
       for (int k = kFirst; k < kFirst + Layout::kUnitColumns / 2; ++k) {
-        ptx::add_keeping_rest(totals[kSlab][k], sums[kSlab][k], kScale);
+        ptx::add_keeping_rest(totals[kSlab][k], sums[kSlab][k], scale);
       }
     });
   }

@@ -11,12 +11,12 @@ from math import gcd
 
 from .build import Build, Input, ceil_div
 from .job import Job
-from .measured import COMMON
+from .measured import CHOICES
 from .shared_memory import free_bytes
 from .tiling import Tiling
 
 VECTORS_OF_TURN = 4  # vectors that a loader stores together (kTogether in halo_vectors.cuh)
-MAX_BESIDE = COMMON.beside
+MAX_BESIDE = CHOICES.beside
 
 
 @dataclass(frozen=True)

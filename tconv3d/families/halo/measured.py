@@ -13,7 +13,7 @@ from ...planning.calibration import model_constants
 
 @dataclass(frozen=True)
 class Costs:
-    """Times and rates, which benchmarks/halo_fit.py fits; float32 and 16-bit types have their own."""
+    """Times and rates, which `tconv3d calibrate --models` fits; float32 and 16-bit types have their own."""
 
     start: float  # cycles of a plan besides its work
     tile: float  # cycles per tile that overlap with nothing
@@ -65,14 +65,7 @@ class Costs:
     long_run: float  # replaces `run` for outputs that are stored as long runs
     torn: float  # bytes of traffic per byte of an output whose neighbours come from another column tile
     overlap: float  # exponent of the norm that joins times that overlap: 1 is a sum, infinity the maximum
-
-
-@dataclass(frozen=True)
-class Common:
-    """Constants for all types, which no command fits."""
-
-    crowded_float32: float  # most bytes per cycle of input and streamed panels in a march, for float32
-    crowded_16_bit: float  # most bytes per cycle of input and streamed panels in a march, for 16-bit types
+    crowded: float  # most bytes per cycle of input and streamed panels in a march
     uneven: float  # difference between the times at which blocks end, as a fraction of the time of the shortest tile
     turn_slabs: float  # exponent of the number of slabs in the time of a turn: loads of several slabs are in flight
     supply: float  # exponent of the norm that joins products and the panels that they wait for
@@ -80,6 +73,15 @@ class Common:
     # each other, and the launch waits for the last block.
     skipped: float
     filled: float  # fraction of the shared memory time of arriving data during which operands wait
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Constants that decide how a kernel is compiled or launched, besides being part of predicted times.
+
+    Times of builds cannot tell them. `tconv3d calibrate --models` plans and times with several values of each.
+    """
+
     chunk: float  # fraction of a chunk's cost that does not depend on the panels that it skips
     store_cycles: float  # cycles to store an accumulator, from the last product of a tile to the first of the next
     instruction: float  # overhead of a matrix instruction, by which the columns of a march are ordered
@@ -90,5 +92,5 @@ class Common:
 _sections = model_constants("halo")
 COSTS = Costs(**_sections["float32"])
 HALVES = Costs(**{**_sections["float32"], **_sections["16 bit"]})
-COMMON = Common(**_sections["both"])
-VERSION = repr((COSTS, HALVES, COMMON))  # part of the keys of stored choices
+CHOICES = Choices(**_sections["choices"])
+VERSION = repr((COSTS, HALVES, CHOICES))  # part of the keys of stored choices

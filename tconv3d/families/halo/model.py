@@ -15,7 +15,7 @@ from ...planning.geometry import Axis
 from . import loading
 from .build import SLAB, STEP_BYTES, Build, Division, Input, Output, VariantKind, ceil_div
 from .job import Job
-from .measured import COMMON, COSTS, HALVES, Costs
+from .measured import CHOICES, COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns
 from .storing import can_store, lane_channels, vector
 from .tiling import Tiling, tilings
@@ -179,10 +179,10 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
     return whole + left * costs.shared
 
 
-def _remaining(build: Build, job: Job) -> float:
+def _remaining(build: Build, job: Job, costs: Costs) -> float:
     """Returns the fraction of the time of products that remains when products outside the input are skipped."""
     inside = _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0])
-    return float(inside**COMMON.skipped)
+    return float(inside**costs.skipped)
 
 
 @lru_cache(maxsize=1024)
@@ -212,33 +212,33 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     portion = tiling.portion(build)
     load = planes * loading * portion + _finding_cycles(build, tiling, job, costs)
     loaded *= portion
-    p, norm, found = costs.overlap, COMMON.supply, []
+    p, norm, found = costs.overlap, costs.supply, []
     resident = build.weights.resident
     divided = build.division is Division.CONSUMERS
     smooth = build.input.copied or divided
     multiplied = rounds * build.round_slabs * planes * portion * costs.product
     if build.skips and tiling.flat and build.division is not Division.LAST_TILES:
-        multiplied *= _remaining(build, job)
+        multiplied *= _remaining(build, job, costs)
     for kind in build.kinds:
         panels = kind.panels * rounds * planes * portion
         streamed = 0 if resident else kind.panel_bytes * rounds * planes * portion
         multiply = multiplied * kind.cycles_per_slab
         if build.input.copied:  # data that arrive in shared memory delay the reads of operands
             operands = multiplied * kind.shared_cycles
-            multiply = max(multiply, operands + COMMON.filled * (loaded + streamed) / SHARED_BYTES)
+            multiply = max(multiply, operands + costs.filled * (loaded + streamed) / SHARED_BYTES)
         supply = 0.0 if resident else panels * costs.slot / (build.block.slots - 1)
         multiply = (multiply**norm + supply**norm) ** (1 / norm) if smooth else max(multiply, supply)
         multiply = _waiting_less(multiply, build, costs)
         if build.input is Input.LINES:
             turns = line_turns(build) * build.stages_filled * planes * rounds
-            multiply += turns * costs.turn * build.tile.slabs**COMMON.turn_slabs
+            multiply += turns * costs.turn * build.tile.slabs**costs.turn_slabs
         else:
             short = build.item_bytes == 2 or divided
             of_a_panel = costs.panel if resident else costs.supplied if short else costs.streamed
             multiply += panels / build.turns * of_a_panel
         if build.strict:
             sums = build.tile.slabs * build.columns / 2
-            multiply += panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
+            multiply += panels * build.additions_per_panel * (costs.strict_panel + costs.strict_sum * sums)
         if rounded_in_place and build.program.unit * build.tile.outputs <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
         cache = (loaded + streamed) / costs.cache_bytes
@@ -248,8 +248,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
             for count, part in _chunk_parts(build)
         )
         if build.march and not resident and not build.input.copied:
-            crowded = COMMON.crowded_float32 if build.item_bytes == 4 else COMMON.crowded_16_bit
-            cost = max(cost, (loaded + streamed) / crowded)
+            cost = max(cost, (loaded + streamed) / costs.crowded)
         found.append(cost)
     return found
 
@@ -261,7 +260,7 @@ def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
     """
     if not build.staged:
         return multiply
-    rows, norm = build.stages_filled * costs.arriving, COMMON.supply
+    rows, norm = build.stages_filled * costs.arriving, costs.supply
     two, more = (multiply**norm + (rows / (stages - 1)) ** norm for stages in (2, build.block.stages))
     return multiply * (more / two) ** (1 / norm)
 
@@ -301,7 +300,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     elif build.own_shifts:  # blocks take tiles in turn, the longest first
         each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]
         mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
-        work = max(mean * tiling.work(build) / blocks + COMMON.uneven * each[-1], each[0])
+        work = max(mean * tiling.work(build) / blocks + costs.uneven * each[-1], each[0])
     else:
         (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
@@ -386,16 +385,16 @@ class Least:
         """Returns the cycles for a round of slabs of a kind of variant, with the waits for panels and operands."""
         multiply = build.round_slabs * kind.cycles_per_slab * costs.product
         if build.skips:
-            multiply *= _remaining(build, job)
+            multiply *= _remaining(build, job, costs)
         if not build.weights.resident:
             multiply = max(multiply, kind.panels * costs.slot / (build.block.slots - 1))
         multiply = _waiting_less(multiply, build, costs)
         if build.input is Input.LINES:
             turns = line_turns(build) * build.stages_filled
-            return multiply + turns * costs.turn * build.tile.slabs**COMMON.turn_slabs
+            return multiply + turns * costs.turn * build.tile.slabs**costs.turn_slabs
         if build.strict:
             sums = build.tile.slabs * build.columns / 2
-            multiply += kind.panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
+            multiply += kind.panels * build.additions_per_panel * (costs.strict_panel + costs.strict_sum * sums)
         return multiply + kind.panels / build.turns * min(costs.panel, costs.supplied, costs.streamed)
 
     def _rounds(self, tiling: Tiling) -> float:
@@ -411,7 +410,7 @@ class Least:
         elif build.division is Division.LAST_TILES:
             # However many products a chunk skips, it costs at least a fraction of a whole chunk. Most tilings are
             # ruled out here, without computing how blocks divide them.
-            if COMMON.chunk * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
+            if CHOICES.chunk * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
                 return True
             times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
         elif build.own_shifts:

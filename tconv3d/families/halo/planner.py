@@ -227,7 +227,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     found = plan_or_none(job, device)
     if found is None:
         return f"no tile of {g.phases} phases, its halo and what a block packs fit accumulators and shared memory"
-    return tensor_cores.why_not_halves(Side.of(problem).mean_terms) if job.strict else None
+    return tensor_cores.why_not_halves(Side.of(problem).mean_terms, problem.loose) if job.strict else None
 
 
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that the family computes

@@ -18,7 +18,7 @@ from ...planning.geometry import Triple
 from ...planning.scalars import INT32_MAX
 from .build import SLAB, Build, Division, Input, Output, ceil_div, round_up
 from .job import Job
-from .measured import COMMON
+from .measured import CHOICES
 from .shared_memory import line_items, stage_rows
 
 
@@ -155,7 +155,7 @@ class Tiling:
         A panel counts if any position of the tile needs it: consumers that skip it wait for the others."""
         depths = self._depths()
         needed = {planes: build.needed_panels(planes, job.read_size[0]) for planes in set(depths)}
-        return [COMMON.chunk + (1 - COMMON.chunk) * needed[planes] for planes in depths]
+        return [CHOICES.chunk + (1 - CHOICES.chunk) * needed[planes] for planes in depths]
 
     def _depths(self) -> list[range]:
         """Returns the planes of positions of each tile along d, or of each run."""

@@ -192,15 +192,36 @@ struct UpContiguous : UpShape<C> {
   using Values = Vector<Scalar, (kAlongW == 1 ? 2 : 4)>;
 
   // Returns the outputs of group j of 8 columns. With one tap along w a lane has two lines, and `which`
-  // selects one.
-  static __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which) {
+  // selects one. `to` is the address of the lane's first output after exchange().
+  __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which, const Scalar* to, int n,
+                                              bool exists) const {
+    constexpr int kCount = static_cast<int>(sizeof(Values) / kItem);
+    float own[kCount];
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) own[e] = sums.at[4 * j + (kAlongW == 1 ? 2 * e + which : e)];
+    finish_values(own, j * kGroupLines + lane % 4 * kGroupLines / 4 + which,
+                  to - static_cast<const Scalar*>(args.y), n, exists);
     Values values;
 #pragma unroll
-    for (int e = 0; e < static_cast<int>(sizeof(values) / kItem); ++e) {
-      const int i = kAlongW == 1 ? 2 * e + which : e;
-      values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[4 * j + i]));
-    }
+    for (int e = 0; e < kCount; ++e) values.at[e] = Narrow<Scalar>::from(own[e]);
     return values;
+  }
+  // Applies the epilogue to a lane's sums of a line.
+  template <int kCount>
+  __device__ __forceinline__ void finish_values(float (&sums)[kCount], int line, long long offset, int n,
+                                                bool exists) const {
+    const int channel = (first_column / kAlongW + line) / kPlanes;
+    if constexpr (kAlongW == 4 && C::Epilogue::kHasOperands) {
+      // The sums are two taps of each of two positions: the first lane of two has taps 0 and 1, and `offset`
+      // names the first lane's first position and the second lane's second position.
+      const long long first = offset - lane % 2 * kAlongW + lane % 2 * 2;
+      float before[2] = {sums[0], sums[1]}, after[2] = {sums[2], sums[3]};
+      finish<C, false>(args, {n, channel, first, 1, exists ? 2 : 0}, before);
+      finish<C, false>(args, {n, channel, first + kAlongW, 1, exists ? 2 : 0}, after);
+      sums[0] = before[0], sums[1] = before[1], sums[2] = after[0], sums[3] = after[1];
+    } else {
+      finish<C, false>(args, {n, channel, offset, 1, exists ? kCount : 0}, sums);
+    }
   }
   // With four taps along w, two lanes hold two taps each of the same two positions. After the exchange the
   // first lane has all taps of the first position, and the second lane all taps of the second.
@@ -233,10 +254,11 @@ struct UpContiguous : UpShape<C> {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const int line = j * kGroupLines + local + i;
-        Values values = values_of(sums, j, i);
-        if constexpr (kAlongW == 4) exchange(values);
         const bool there = kColumnsAll % C::kColumns == 0 || first_column + line * kAlongW < kColumnsAll;
-        if (inside && there) store_vector(lines[i] + (kComputed ? 0 : table[line]), values);
+        Scalar* const own = lines[i] + (kComputed ? 0 : table[line]);
+        Values values = values_of(sums, j, i, own, n, inside && there);
+        if constexpr (kAlongW == 4) exchange(values);
+        if (inside && there) store_vector(own, values);
         if constexpr (kComputed) lines[i] += kGroupLines / kPlanes * args.y_strides.c;
       }
     }
@@ -407,14 +429,19 @@ struct UpChannelsLast : UpShape<C> {
         const int kw = tap % C::kKernelW, kh = tap / C::kKernelW % C::kKernelH;
         const int kd = tap / (C::kKernelW * C::kKernelH);
         if (C::kOut % kOutTile != 0 && out + in_tile + lane % 4 * kPieceItems >= C::kOut) continue;
+        Scalar* const own =
+            to + kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile;
+        float some[kPieceItems];
+#pragma unroll
+        for (int e = 0; e < kPieceItems; ++e)
+          some[e] = sums.at[4 * (block * kBlockGroups + e / 2) + 2 * half + e % 2];
+        const OutputRun run{n, out + in_tile + lane % 4 * kPieceItems,
+                            own - static_cast<const Scalar*>(args.y), 1, kPieceItems};
+        finish<C, true>(args, run, some);
         Vector<Scalar, kPieceItems> values;
 #pragma unroll
-        for (int e = 0; e < kPieceItems; ++e) {
-          const int i = 4 * (block * kBlockGroups + e / 2) + 2 * half + e % 2;
-          values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[i]));
-        }
-        store_vector(to + kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile,
-                     values);
+        for (int e = 0; e < kPieceItems; ++e) values.at[e] = Narrow<Scalar>::from(some[e]);
+        store_vector(own, values);
       }
     }
   }

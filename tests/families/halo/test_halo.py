@@ -11,6 +11,8 @@ from halo_cases import (
     COPIED,
     DEVICE,
     FLAT,
+    LAST_DIVIDED,
+    LAST_TILES_DIVIDED,
     MARCH,
     PORTIONED,
     SETTINGS,
@@ -30,7 +32,7 @@ from tconv3d.api.explain import call_of, problems_of
 from tconv3d.families.halo import candidates, loading
 from tconv3d.families.halo import model as halo_model
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import Division, Input
+from tconv3d.families.halo.build import Input
 from tconv3d.families.halo.constants import constants
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.packing import pack
@@ -260,7 +262,6 @@ def test_portions_of_the_channels_add_up(name: str) -> None:
         assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
 
 
-LAST_DIVIDED: dict[str, object] = {"march": False, **STREAMED, "slots": 4, "division": Division.LAST_TILES}
 SPREAD = {
     "one slab": Case(72, 64, (3, 5, 10), (3, 2, 2), 1, 1, build={**LAST_DIVIDED, "slabs": 1}),
     "padding above and below": Case(64, 16, (5, 3, 9), (4, 2, 1), batch=1, build=LAST_DIVIDED),
@@ -290,9 +291,7 @@ SPREAD = {
         dtype="float16",
         build={**LAST_DIVIDED, **COPIED, **SMALL_PANELS, "slots": 8},
     ),
-    "16 bits, channels last": Case(
-        136, 9, (2, 4, 5), (3, 2, 1), dtype="bfloat16", channels_last=True, build=LAST_DIVIDED
-    ),
+    "16 bits, channels last": LAST_TILES_DIVIDED,
     "groups, channels last": Case(
         128, 32, (3, 4, 5), 3, 1, 2, groups=2, channels_last=True, build={**LAST_DIVIDED, **COPIED}
     ),

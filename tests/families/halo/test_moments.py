@@ -204,7 +204,7 @@ def test_statistics_survive_large_means(mean: float, shift: float, dtype: torch.
     values = (torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)) + mean).to(dtype)
     means, rstds = statistics(moments_of(values, 100, shift))
     exact = values.double()
-    unit = 1e-6 if dtype == torch.float32 else 1e-11  # of the reference too
+    unit = 1e-6 if dtype == torch.float32 else 1e-11  # rounding error, which the reference has too
     assert ((means.double() - exact.mean(1)).abs() < unit * (1 + abs(mean) / 10)).all()
     reference = 1 / (exact.var(1, correction=0) + EPS).sqrt()
     assert ((rstds.double() - reference).abs() < 10 * unit * reference).all()

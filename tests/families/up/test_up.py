@@ -34,7 +34,7 @@ class Case:
     layer: Layer
     columns: int
     stages: int = 3
-    taps: int = 0  # of a block, in channels-last tensors
+    taps: int = 0  # taps of a block, in channels-last tensors
 
     def tiling(self, dtype: torch.dtype) -> up.Tiling:
         g = geometry(self.layer)
@@ -92,7 +92,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> Lay
 
 
 def result(layer: Layer, operands: list[Tensor], relu: bool = False, keep: bool = False) -> Tensor:
-    """Of our kernel, and of no other."""
+    """Returns the up kernel's result; memory that it does not write is poisoned."""
     bias = operands[2] if len(operands) > 2 else None
     with poisoned():
         return executor.forward(operands[0], operands[1], bias, layer.settings, relu, keep)

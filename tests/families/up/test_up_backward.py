@@ -71,7 +71,7 @@ def last_tensors(name: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize(("dtype", "name"), LAST_CASES, ids=lambda value: str(value))
 def test_channels_last(dtype: torch.dtype, name: str, together: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradients every time, whatever the order of threads."""
+    """Gradients are equal to the last bit every time, whatever the order of threads."""
     layer, operands = LAST_LAYERS[name], last_tensors(name, dtype, together)
     found = executor._wanted_problems(
         operands[2], *operands[:2], (True, True, False), layer.size, layer.kernel, layer.settings

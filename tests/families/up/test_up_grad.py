@@ -77,7 +77,7 @@ def hopper(ours: str) -> str:
 
 
 def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
-    """Of input, weight and bias."""
+    """Returns the gradients of input, weight and bias."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = F.conv_transpose3d(x, w, None, *layer.settings)
     return [*torch.autograd.grad(y, (x, w), dy), dy.sum((0, 2, 3, 4))]
