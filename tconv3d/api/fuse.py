@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..planning.planner import Refused
+from ..tails.algebra import Layer
 from ..tails.expressions import VALUE
 from ..tails.running import Prepared
 from ..tails.stages import stages
 from ..tails.tracing import CannotTrace, trace
-from ..torch_ops import checks, ops
+from ..torch_ops import checks, dispatch, ops
 from ..torch_ops.chain_ops import Chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.problems import tf32_of
@@ -102,14 +103,18 @@ class FusedTail(nn.Module):
             return FuseReport("", "", "", (), (), prepared)
         s = prepared.stages
         taken = s.statistics
-        passes = [*(each.launch for each in s.rounds.sums), *(each.launch for each in s.rounds.written)]
         return FuseReport(
-            weight="" if s.affine.expression == VALUE else str(s.affine.expression),
+            weight=", ".join(
+                [
+                    *([] if s.affine.expression == VALUE else [str(s.affine.expression)]),
+                    *([] if s.moved is None else [s.moved.text]),
+                ]
+            ),
             kernel="" if s.epilogue == VALUE else str(s.epilogue),
             statistics=""
             if taken is None
             else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
-            passes=tuple(", ".join(map(str, launch.expressions)) for launch in passes),
+            passes=s.rounds.passes,
             pytorch=s.rounds.left_names,
         )
 
@@ -134,14 +139,16 @@ class FusedTail(nn.Module):
 
     def _traced(self, input: Tensor, extra: tuple[Any, ...]) -> Prepared | str:
         weight, bias, *settings = arguments(self.convolution, input, None)
-        geometry = checks.check_forward(input, weight, bias, convolution_of(*settings))
+        convolution = convolution_of(*settings)
+        geometry = checks.check_forward(input, weight, bias, convolution)
         shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
         layout = shape, result_strides(shape, input, weight), input.dtype, input.device
         try:
-            found = stages(trace(self.tail, *layout, extra), self.exact_order)
+            size, kernel = input.shape[2:], weight.shape[2:]
+            layer = Layer((size[0], size[1], size[2]), (kernel[0], kernel[1], kernel[2]), convolution)
+            return Prepared(stages(trace(self.tail, *layout, extra), self.exact_order, layer=layer))
         except CannotTrace as error:
             return f"the tail cannot be traced: {error}"
-        return "its expressions have too many operands" if found is None else Prepared(found)
 
     def _why_not(self, input: Tensor, extra: tuple[Any, ...]) -> str | None:
         layer = self.convolution
@@ -151,7 +158,7 @@ class FusedTail(nn.Module):
             return "a transform or a compiler looks at the call"
         if input.dim() != 5 or input.numel() == 0:
             return "the input is no batch of volumes"
-        if not all(map(ops.is_plain, tensors)):
+        if not all(map(dispatch.is_plain, tensors)):
             return "a tensor is not plain memory"
         if torch.is_autocast_enabled(input.device.type):
             return "autocast chooses the types of every operator"

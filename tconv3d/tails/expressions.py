@@ -82,6 +82,10 @@ def whole(index: int) -> Expression:
     return Expression("Whole", numbers=(str(index),))
 
 
+def local(index: int) -> Expression:
+    return Expression("Local", numbers=(str(index),))
+
+
 def number(value: float | int | bool) -> Expression:
     """Returns a constant: an integer times a power of two, which every double is."""
     value = float(value)
@@ -166,6 +170,7 @@ OPERATORS: dict[Any, Build] = {
     aten.minimum: _plain("Smallest"),
     aten.pow: _power,
     aten.where: _plain("Choice"),
+    aten.masked_fill: lambda x, mask, value: Expression("Choice", (mask, value, x)),
     aten.gt: _plain("Greater"),
     aten.ge: _plain("GreaterOrEqual"),
     aten.lt: _plain("Less"),

@@ -16,12 +16,14 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .pointwise import dependent, meta, shape_of
-from .rounds import Rounds, rounds
+from .lowering import lower
+from .pointwise import FLOATS, dependent, is_view, meta, packet_of, shape_of
+from .rounds import Divided, divide
 from .tracing import nothing_written, writes
 
 aten = torch.ops.aten
 
+_MAY_BE_LEFT = (aten.sum, aten.mean, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy)  # sums for parameters
 _REPLACED = (aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward)
 
 
@@ -38,37 +40,50 @@ class Backward:
     grad: fx.Node  # the gradient of the tail's result
     saved: tuple[fx.Node, ...]  # reductions that the forward pass has computed, in the order of its own
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
-    rounds: Rounds
+    rounds: Divided
 
 
-def backward(forward: fx.GraphModule, wanted: Sequence[Tensor], reduced: Sequence[fx.Node]) -> Backward | None:
+def backward(
+    forward: fx.GraphModule, lowered: fx.Graph, wanted: Sequence[Tensor], reduced: Sequence[fx.Node]
+) -> Backward | None:
     """Returns the passes for the gradients of z and of the `wanted` captured tensors, or None if there are none.
 
-    `forward` is the graph of a tail of z alone that returns one tensor of z's shape and type. `reduced` are its
-    sums, means and variances over space, which need not be computed again.
+    `forward` is the graph of a tail of z alone that returns one floating-point tensor, and `lowered` the graph in
+    which its reductions are lowered. `reduced` are the sums, means and variances over space of `lowered`, which need
+    not be computed again.
     """
     result = next(node for node in forward.graph.nodes if node.op == "output").args[0]
     z, *passed = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    if passed or not isinstance(result, fx.Node) or shape_of(result) != shape_of(z):
-        return None
-    if meta(result).dtype is not meta(z).dtype:
+    if passed or not isinstance(result, fx.Node) or meta(result).dtype not in FLOATS:
         return None
     graph = _differentiated(forward, meta(z), meta(result), wanted)
     if graph is None:
         return None
+    lower(graph.graph)
     # The graph begins with the operators of the tail, in their order.
     kinds = {node.target for node in reduced}
-    order = [node for node in forward.graph.nodes if node.target in kinds]
+    order = [node for node in lowered.nodes if node.target in kinds]
     again = dict(zip(order, [node for node in graph.graph.nodes if node.target in kinds], strict=False))
+    if any(node not in again for node in reduced):
+        return None
     taken = [again[node] for node in reduced]
+    if any(str(a.meta["val"]) != str(b.meta["val"]) for a, b in zip(taken, reduced, strict=True)):
+        return None
     _clean(graph)
     nodes = list(graph.graph.nodes)
     value, grad = [node for node in nodes if node.op == "placeholder"]
     captured = [node for node in nodes if node not in dependent(nodes, [value, grad]) and node.op != "output"]
-    divided = rounds(
-        graph.graph, value, (grad,), dict.fromkeys([*captured, *(node for node in taken if node in nodes)]), set()
+    known = dict.fromkeys([*captured, *(node for node in taken if node in nodes)])
+    alike = shape_of(grad) == shape_of(value) and meta(grad).dtype is meta(value).dtype
+    strides = meta(z).stride()
+    last = strides[1] == 1 and strides[4] != 1
+    divided = divide(
+        graph.graph, value, (grad,) if alike else (), known if alike else {**known, grad: None}, set(), last
     )
-    if divided is None or divided.left:
+    if any(packet_of(node) not in _MAY_BE_LEFT for node in divided.left):
+        return None
+    stored = {*taken, *(node for each in divided.rounds for node in each.computed)}
+    if any(_is_rounded_extreme(node, value) for node in stored):
         return None
     constants = tuple(node for node in captured if node.op == "call_function")
     return Backward(graph, value, grad, tuple(taken), constants, divided)
@@ -98,6 +113,19 @@ def _differentiated(forward: fx.GraphModule, z: Any, result: Any, wanted: Sequen
     except RuntimeError:  # for example an operator without a derivative
         return None
     return graph
+
+
+def _is_rounded_extreme(node: fx.Node, value: fx.Node) -> bool:
+    """Tells whether a node is an extreme in 16 bits of numbers that passes compute in float32.
+
+    The gradient of an extreme compares it with these numbers, none of which need be equal to a rounded one.
+    """
+    if packet_of(node) not in (aten.amax, aten.amin) or meta(node).dtype not in (torch.float16, torch.bfloat16):
+        return False
+    (source,) = node.all_input_nodes
+    while source is not value and is_view(source):
+        (source,) = source.all_input_nodes
+    return source is not value
 
 
 def _clean(graph: fx.GraphModule) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .expressions import OPERATORS, VALUE, Expression, number, vector, whole
+from .expressions import OPERATORS, VALUE, Expression, local, number, vector, whole
 
 aten = torch.ops.aten
 
@@ -132,6 +132,8 @@ class Writer:
     wholes: list[fx.Node] = field(default_factory=list)
     vectors: list[tuple[fx.Node, Shape]] = field(default_factory=list)  # with the shape that they broadcast to
     kind: torch.dtype | None = None  # type that whole tensors must have; None if any may be listed
+    names: dict[fx.Node, Expression] = field(default_factory=dict)  # nodes whose expressions are known
+    locals: int = 0  # local numbers that exist before the expression binds its own
 
     def write(self, node: fx.Node, shared: bool = True) -> Expression:
         """Returns a node as an expression. With `shared`, what is used several times is computed once."""
@@ -139,12 +141,15 @@ class Writer:
         uses = Counter(
             self._source(each) for n in order if not is_view(n) for each in n.args if isinstance(each, fx.Node)
         )
-        several = [n for n in order if shared and not is_view(n) and uses[n] > 1 and n is not self._source(node)]
-        names: dict[fx.Node, Expression] = {}
+        end = self._source(node)
+        several = [
+            n for n in order if shared and not is_view(n) and uses[n] > 1 and n is not end and n not in self.names
+        ]
+        names = dict(self.names)
         bound: list[Expression] = []
         for each in several:
             bound.append(self._tree(each, names))
-            names[each] = Expression("Local", numbers=(str(len(names)),))
+            names[each] = local(self.locals + len(bound) - 1)
         result = self._tree(node, names)
         for first in reversed(bound):
             result = Expression("Let", (first, result))

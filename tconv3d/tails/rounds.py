@@ -3,14 +3,16 @@
     sums of expressions of z -> PyTorch computes small tensors -> sums that need these -> ... -> expressions of z
 
 All sums over space that need no others are one pass over the tensors; so are, after it, the sums that need those, and
-so on. At the end every element node that somebody needs is one pass that writes it. Small nodes (numbers per channel,
-per batch item or fewer) are computed by PyTorch in between. What is none of these is left to PyTorch, behind the last
-pass. This module knows graphs and shapes, no kernels.
+so on. At the end every node that somebody needs is one pass that writes it: an expression of the elements, a program
+along an axis (`axes.py`), a pool (`pools.py`), or the gradient of a pool (`pool_gradients.py`). Small nodes (numbers
+per channel, per batch item or fewer) are computed by PyTorch in between. What is none of these is held by a further
+round, which begins at a tensor that exists by then; what no round can hold is left to PyTorch. This module knows
+graphs and shapes, no kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .axes import REDUCTIONS, Axes, AxisPass
 from .expressions import Expression
 from .pointwise import (
     FLOATS,
@@ -26,12 +29,15 @@ from .pointwise import (
     is_expanded_vector,
     is_pointwise,
     is_vector,
+    is_view,
     meta,
     name_of,
     packet_of,
     rows_of,
     shape_of,
 )
+from .pool_gradients import GatherPass, Gathers
+from .pools import PoolPass, Pools
 from .tracing import writes
 
 aten = torch.ops.aten
@@ -44,12 +50,13 @@ MOST_LETTERS = 16000  # length of the C++ name of an expression
 
 @dataclass(frozen=True)
 class Reduction:
-    """Describes a sum or mean over space and possibly over batch items or channels."""
+    """Describes a sum, mean or extreme over space and possibly over batch items or channels."""
 
     node: fx.Node
-    viewed: Shape  # shape of the element node that is summed
+    viewed: Shape  # shape of the element node that is reduced
     dims: tuple[int, ...]
     mean: bool
+    extreme: str = ""  # "Largest" or "Smallest" if it is no sum
 
     @property
     def count(self) -> int:
@@ -67,7 +74,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Sums:
-    """Holds the sums that one pass computes."""
+    """Holds the sums that one pass computes, or one extreme."""
 
     reductions: tuple[Reduction, ...]
     launch: Launch
@@ -80,57 +87,133 @@ class Written:
     node: fx.Node
     launch: Launch
 
+    def shape(self, full: Shape) -> Shape:
+        return full
+
+    def __str__(self) -> str:
+        return str(self.launch.expressions[0])
+
+
+Pass = Written | AxisPass | PoolPass | GatherPass
+
 
 @dataclass
 class Rounds:
-    """Holds the launches of a graph, the small nodes between them, and the nodes that are left to PyTorch."""
+    """Holds the launches behind one tensor, the small nodes between them, and the nodes that are left."""
 
+    value: fx.Node  # the tensor that every pass reads
+    full: Shape  # shape of `value` with five dimensions
+    channels_last: bool  # whether `value` is channels-last
     sums: tuple[Sums, ...]
-    written: tuple[Written, ...]
+    passes: tuple[Pass, ...]  # each writes a node
     small: tuple[fx.Node, ...]
     left: tuple[fx.Node, ...]
 
     @property
+    def ends(self) -> dict[fx.Node, Shape]:
+        """The nodes that passes write, with their shapes of five dimensions."""
+        return {each.node: each.shape(self.full) for each in self.passes}
+
+    @property
+    def computed(self) -> set[fx.Node]:
+        """The nodes that exist after this round."""
+        sums = {reduction.node for each in self.sums for reduction in each.reductions}
+        return {*self.ends, *self.small, *sums}
+
+
+@dataclass
+class Divided:
+    """Holds the rounds of a graph, one after the other, and the nodes that are left to PyTorch."""
+
+    rounds: tuple[Rounds, ...]
+    left: tuple[fx.Node, ...]
+
+    @property
     def reductions(self) -> tuple[fx.Node, ...]:
-        """The sums and means that passes compute, in order."""
-        return tuple(reduction.node for each in self.sums for reduction in each.reductions)
+        """The sums and means over space that passes compute, in order."""
+        return tuple(found.node for each in self.rounds for sums in each.sums for found in sums.reductions)
 
     @property
     def left_names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name_of(node) for node in self.left))
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """What every pass computes, for people."""
+        found: list[str] = []
+        for each in self.rounds:
+            found += [f"reduces {', '.join(map(str, sums.launch.expressions))}" for sums in each.sums]
+            found += map(str, each.passes)
+        return tuple(found)
+
 
 @dataclass
 class _Sorted:
-    """Sorts the nodes of a graph into element nodes, reductions, small nodes, and nodes that are left."""
+    """Sorts the nodes of a graph into element nodes, reductions, small nodes, nodes of an axis, and others."""
 
     full: Shape
+    axes: Axes
+    pools: Pools
+    gathers: Gathers
+    large: set[fx.Node]  # tensors that exist, of which PyTorch computes nothing but views
     elements: dict[fx.Node, int] = field(default_factory=dict)  # with the number of passes before them
     small: dict[fx.Node, int] = field(default_factory=dict)
     reductions: dict[fx.Node, tuple[Reduction, int]] = field(default_factory=dict)
     left: list[fx.Node] = field(default_factory=list)
 
+    def holds(self, node: fx.Node) -> bool:
+        return node in self.elements or node in self.small or any(kind.holds(node) for kind in self.kinds)
+
+    @property
+    def kinds(self) -> tuple[Gathers, Pools, Axes]:
+        """The passes that may end the round, in the order in which they are offered a node."""
+        return self.gathers, self.pools, self.axes
+
     def add(self, node: fx.Node, kind: torch.dtype) -> None:
         inputs = node.all_input_nodes
-        if writes(node) and any(each in self.elements for each in inputs):
+        if any(not self.holds(each) for each in inputs):
             self.left.append(node)
             return
-        if any(each not in self.elements and each not in self.small for each in inputs):
+        used = [each for each in inputs if each in self.elements]
+        along = [each for each in inputs if any(kind.holds(each) for kind in self.kinds)]
+        if writes(node) and (used or along):
             self.left.append(node)
             return
         level = max([*(self.elements.get(each, self.small.get(each, 0)) for each in inputs), 0])
-        used = [each for each in inputs if each in self.elements]
-        if not used and is_expanded_vector(node, self.full):
-            self.elements[node] = level
-        elif not used:
-            self.small[node] = level
-        elif is_pointwise(node, self.elements, self.full, lambda each, shape: self._operand(each, shape, kind)):
-            self.elements[node] = level
-        elif (reduction := _reduction(node, self.full)) is not None and used == inputs:
-            self.reductions[node] = reduction, level
-            self.small[node] = level + 1
-        else:
+        if not along:
+            if not used and is_expanded_vector(node, self.full):
+                self.elements[node] = level
+                return
+            if not used and any(kind.add(node, self.elements, self.small) for kind in self.kinds):
+                return
+            if not used:
+                self._add_small(node, level)
+                return
+            if is_pointwise(node, self.elements, self.full, lambda each, shape: self._operand(each, shape, kind)):
+                self.elements[node] = level
+                return
+            if used and (reduction := _reduction(node, self.full)) is not None and used == inputs:
+                self.reductions[node] = reduction, level
+                self.small[node] = level + 1
+                return
+        if not any(kind.add(node, self.elements, self.small) for kind in self.kinds):
             self.left.append(node)
+
+    def recomputable(self, node: fx.Node) -> Shape | None:
+        """Returns the shape of a tensor that will exist and that a node is a pointwise function of, or None."""
+        if node.op == "call_function" and (node in self.elements or node in self.gathers.late):
+            return self.full
+        value = self.pools.pooled.get(node, node)
+        return None if value is node else shape_of(value)
+
+    def _add_small(self, node: fx.Node, level: int) -> None:
+        large = any(each in self.large for each in node.all_input_nodes)
+        if large and not is_view(node):
+            self.left.append(node)
+            return
+        self.small[node] = level
+        if large:
+            self.large.add(node)
 
     def _operand(self, node: fx.Node, shape: Shape, kind: torch.dtype) -> bool:
         value = node.meta.get("val")
@@ -139,56 +222,208 @@ class _Sorted:
         return is_vector(node, shape, self.full) or (shape_of(node) == shape == self.full and value.dtype is kind)
 
 
-def rounds(
-    graph: fx.Graph, value: fx.Node, wholes: Iterable[fx.Node], known: Mapping[fx.Node, Any], inside: set[fx.Node]
-) -> Rounds | None:
-    """Returns the launches behind `value`, the element node that every pass reads; None if operands are too many.
+def divide(
+    graph: fx.Graph,
+    value: fx.Node,
+    wholes: tuple[fx.Node, ...],
+    known: Mapping[fx.Node, Any],
+    inside: set[fx.Node],
+    channels_last: bool,
+) -> Divided:
+    """Returns the launches behind `value`, an element node with five dimensions that exists.
 
     `wholes` are further element nodes that exist already, `known` small nodes that exist already. `inside` are nodes
     that earlier stages compute and nobody else needs.
     """
-    full, kind = shape_of(value), meta(value).dtype
-    found = _Sorted(full, elements=dict.fromkeys((value, *wholes), 0), small=dict.fromkeys(known, 0))
-    nodes = [node for node in graph.nodes if node.op == "call_function" and node not in inside]
+    args = graph, value, wholes, known, inside, channels_last
+    found = _divided(*args, deferring=True)
+    return _divided(*args, deferring=False) if found.left else found
+
+
+def _divided(
+    graph: fx.Graph,
+    value: fx.Node,
+    wholes: tuple[fx.Node, ...],
+    known: Mapping[fx.Node, Any],
+    inside: set[fx.Node],
+    channels_last: bool,
+    deferring: bool,
+) -> Divided:
+    """Returns rounds one after the other, as long as there is anything that a pass can compute.
+
+    With `deferring` a round writes no element node for later rounds, which can compute it again from the same tensor.
+    """
+    state = _State(graph, set(inside), dict(known), {value, *wholes}, channels_last, deferring)
+    tensors: list[tuple[tuple[fx.Node, ...], Shape]] = [((value, *wholes), shape_of(value))]  # where rounds may begin
+    found = [_rounds(state, *tensors[0])]
+    while (each := found[-1]).left:
+        state.inside |= {node for node in graph.nodes if node not in each.left}
+        ends = [((node,), shape) for node, shape in each.ends.items() if meta(node).dtype in FLOATS]
+        tensors += [end for end in ends if _used(end[0][0], each.left)]
+        state.large.update(each.ends)
+        state.known.update(dict.fromkeys([*state.large, *each.computed]))
+        following = (_rounds(state, *start) for start in reversed(tensors))
+        further = next((one for one in following if one.ends or one.sums), None)
+        if further is None:
+            break
+        found.append(further)
+    return Divided(tuple(found), found[-1].left)
+
+
+@dataclass
+class _State:
+    """Holds what is known before a round."""
+
+    graph: fx.Graph
+    inside: set[fx.Node]  # nodes that are computed already, or that nobody needs any more
+    known: dict[fx.Node, Any]  # tensors that exist
+    large: set[fx.Node]  # existing tensors that passes read or write as a whole
+    channels_last: bool
+    deferring: bool
+
+
+def _used(node: fx.Node, by: Iterable[fx.Node]) -> bool:
+    return any(node in each.all_input_nodes for each in by)
+
+
+def _rounds(state: _State, starts: tuple[fx.Node, ...], full: Shape) -> Rounds:
+    """Returns one round of launches. Nodes that turn out to have too many operands are left, and it begins again."""
+    refused: set[fx.Node] = set()
+    while True:
+        found = _round(state, starts, full, refused)
+        if isinstance(found, Rounds):
+            return found
+        refused |= found
+
+
+def _round(state: _State, starts: tuple[fx.Node, ...], full: Shape, refused: set[fx.Node]) -> Rounds | set[fx.Node]:
+    """Returns one round of launches that leaves `refused` nodes alone, or further nodes that it cannot write."""
+    graph, kind = state.graph, meta(starts[0]).dtype
+    seeds = dict.fromkeys(starts, 0)
+    for node in graph.nodes:  # views of the tensors are no tensors of their own
+        if node in state.known and node.op == "call_function" and is_view(node) and node.all_input_nodes[0] in seeds:
+            seeds[node] = 0
+    known = {node: 0 for node in state.known if node not in seeds}
+    axes = Axes(full, kind, state.channels_last and full[1] > 1)
+    found = _Sorted(full, axes, Pools(full), Gathers(full, kind), state.large - {*seeds}, seeds, known)
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node not in state.inside]
     for node in nodes:
-        if node not in found.elements and node not in found.small:
+        if node in refused:
+            found.left.append(node)
+        elif not found.holds(node):
             found.add(node, kind)
     output = next(node for node in graph.nodes if node.op == "output")
-    ends = {each for node in (*found.left, output) for each in node.all_input_nodes if each in found.elements}
-    ends -= {value, *wholes}
-    if any(shape_of(node) != full or meta(node).dtype not in FLOATS for node in ends):
-        return None
-    starts = (value, *wholes)
-    effects = [node for node in nodes if writes(node)]
-    needed = _needed([*ends, *found.left, *effects, output])
-    sums = []
-    for level in range(max((each for _, each in found.reductions.values()), default=-1) + 1):
-        here = [each for each, at in found.reductions.values() if at == level and each.node in needed]
-        for first in range(0, len(here), MOST_SUMS):
-            some = tuple(here[first : first + MOST_SUMS])
-            launch = _launch([each.node.all_input_nodes[0] for each in some], starts, found.elements, full)
-            if launch is None:
-                return None
-            sums.append(Sums(some, launch))
-    written = []
-    for node in (each for each in nodes if each in ends):
-        launch = _launch([node], starts, found.elements, full)
+    ends = {each for node in (*found.left, output) for each in node.all_input_nodes}
+    left = found.left
+    if state.deferring:
+        again = _recomputed(found, set(output.all_input_nodes))
+        left = [node for node in nodes if node in again or node in set(found.left)]
+        ends = {each for node in (*left, output) for each in node.all_input_nodes} - again
+    ends -= {*starts, *state.known}
+    held = [node for node in nodes if node in ends and node not in found.small]
+    held = [node for node in held if found.holds(node)]
+    unfit = {node for node in held if not _writable(node) or _is_start(node, starts)}
+    held = [node for node in held if node not in unfit]
+    needed = _needed([*held, *left, *[node for node in nodes if writes(node)], output])
+    sums: list[Sums] = []
+    for some in _together([each for each in found.reductions.values() if each[0].node in needed]):
+        inputs = [each.node.all_input_nodes[0] for each in some]
+        launch = _launch(inputs, starts, found.elements, full, int(bool(some[0].extreme)))
         if launch is None:
-            return None
-        written.append(Written(node, launch))
+            unfit.update(each.node for each in some)
+        else:
+            sums.append(Sums(some, launch))
+    passes: list[Pass] = []
+    for node in held:
+        one = _pass(node, found, starts)
+        if one is None:
+            unfit.add(node)
+        else:
+            passes.append(one)
+    if unfit:
+        return unfit
     small = tuple(node for node in nodes if node in found.small and node not in found.reductions and node in needed)
-    return Rounds(tuple(sums), tuple(written), small, tuple(found.left))
+    return Rounds(starts[0], full, axes.channels_last, tuple(sums), tuple(passes), small, tuple(left))
+
+
+def _recomputed(found: _Sorted, outputs: set[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes that later rounds need and can compute again, as pointwise functions of tensors."""
+    again: set[fx.Node] = set()
+    waiting = list(found.left)
+    while waiting:
+        user = waiting.pop()
+        for each in user.all_input_nodes:
+            domain = found.recomputable(each)
+            if domain is not None and each not in again and each not in outputs and _may_follow(user, domain):
+                again.add(each)
+                waiting.append(each)
+    return again
+
+
+def _may_follow(node: fx.Node, domain: Shape) -> bool:
+    """Tells whether a round at a tensor of shape `domain` may compute a node: in this shape, or reduced."""
+    value = node.meta.get("val")
+    return packet_of(node) in REDUCTIONS or (isinstance(value, torch.Tensor) and value.numel() == prod(domain))
+
+
+def _writable(node: fx.Node) -> bool:
+    """Tells whether a node is a tensor of a type that passes write."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (*FLOATS, torch.int64)
+
+
+def _is_start(node: fx.Node, starts: tuple[fx.Node, ...]) -> bool:
+    """Tells whether a node is a view of a tensor that exists, in its type."""
+    kind = meta(node).dtype
+    while node not in starts and is_view(node) and meta(node).dtype is kind:
+        (node,) = node.all_input_nodes
+    return node in starts and meta(node).dtype is kind
+
+
+def _pass(node: fx.Node, found: _Sorted, starts: tuple[fx.Node, ...]) -> Pass | None:
+    """Returns the pass that writes a node, or None if it has too many operands."""
+    if found.gathers.holds(node):
+        gather = found.gathers.program(node, starts, found.elements)
+        return gather if _fits(gather.wholes, gather.vectors, (gather.expression,)) else None
+    if found.pools.holds(node):
+        pool = found.pools.program(node, starts, found.elements)
+        return pool if _fits(pool.wholes, pool.vectors, (pool.before, pool.after)) else None
+    if found.axes.holds(node):
+        axis = found.axes.program(node, starts, found.elements)
+        return axis if axis is not None and _fits(axis.wholes, axis.vectors, (axis.program,)) else None
+    launch = _launch([node], starts, found.elements, found.full)
+    return Written(node, launch) if launch is not None and meta(node).dtype in FLOATS else None
+
+
+def _together(reductions: Iterable[tuple[Reduction, int]]) -> Iterator[tuple[Reduction, ...]]:
+    """Yields the reductions that one pass computes together, in the order of their levels."""
+    levels: dict[int, list[Reduction]] = {}
+    for reduction, level in reductions:
+        levels.setdefault(level, []).append(reduction)
+    for level in sorted(levels):
+        sums = [each for each in levels[level] if not each.extreme]
+        yield from (tuple(sums[first : first + MOST_SUMS]) for first in range(0, len(sums), MOST_SUMS))
+        yield from ((each,) for each in levels[level] if each.extreme)
+
+
+def _fits(wholes: Sized, vectors: Sized, expressions: Iterable[Expression]) -> bool:
+    """Tells whether a kernel can be compiled with so many operands and such expressions."""
+    if len(wholes) > MOST_WHOLE or len(vectors) > MOST_VECTORS:
+        return False
+    return all(len(expression.cpp) <= MOST_LETTERS for expression in expressions)
 
 
 def _launch(
-    nodes: Iterable[fx.Node], starts: tuple[fx.Node, ...], elements: Mapping[fx.Node, int], full: Shape
+    nodes: Iterable[fx.Node],
+    starts: tuple[fx.Node, ...],
+    elements: Mapping[fx.Node, int],
+    full: Shape,
+    locals: int = 0,
 ) -> Launch | None:
-    writer = Writer(full, starts[0], elements)
+    writer = Writer(full, starts[0], elements, locals=locals)
     writer.wholes.extend(starts[1:])
     expressions = tuple(writer.write(node) for node in nodes)
-    if len(writer.wholes) > MOST_WHOLE or len(writer.vectors) > MOST_VECTORS:
-        return None
-    if any(len(expression.cpp) > MOST_LETTERS for expression in expressions):
+    if not _fits(writer.wholes, writer.vectors, expressions):
         return None
     return Launch(expressions, tuple(writer.vectors), tuple(writer.wholes))
 
@@ -206,11 +441,12 @@ def _needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _reduction(node: fx.Node, full: Shape) -> Reduction | None:
-    """Returns a sum or mean of an element node over all of space, and of leading dimensions perhaps; else None."""
+    """Returns a reduction of an element node over all of space, and of leading dimensions perhaps; else None."""
     packet = packet_of(node)
-    if packet not in (aten.sum, aten.mean) or len(node.all_input_nodes) != 1:
+    extreme = {aten.amax: "Largest", aten.amin: "Smallest"}.get(packet, "")
+    if (packet not in (aten.sum, aten.mean) and not extreme) or len(node.all_input_nodes) != 1:
         return None
-    if not isinstance(node.meta.get("val"), torch.Tensor) or meta(node).dtype not in FLOATS:
+    if not isinstance(node.meta.get("val"), torch.Tensor) or meta(node).dtype not in (*FLOATS, torch.int64):
         return None
     viewed = shape_of(node.all_input_nodes[0])
     rows = rows_of(viewed, full)
@@ -219,4 +455,4 @@ def _reduction(node: fx.Node, full: Shape) -> Reduction | None:
     dims = [dim % len(viewed) for dim in listed] or list(range(len(viewed)))
     if rows is None or not set(range(rows, len(viewed))) <= set(dims):
         return None
-    return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean)
+    return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean, extreme)

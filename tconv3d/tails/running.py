@@ -15,14 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import executor, tail_executor
+from ..torch_ops import axis_executor, executor, pool_executor, tail_executor
 from ..torch_ops.checks import Convolution
+from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
+from .axes import AxisPass
 from .expressions import VALUE
 from .gradients import backward
-from .pointwise import rows_of
-from .rounds import Launch, Reduction, Rounds
+from .pointwise import Shape, is_view, rows_of
+from .pool_gradients import GatherPass
+from .pools import PoolPass
+from .rounds import Divided, Pass, Reduction, Rounds, Written
 from .stages import Stages, Statistics, stages
+
+aten = torch.ops.aten
 
 Env = dict[fx.Node, Any]
 
@@ -35,6 +41,7 @@ class Prepared:
     _seen: tuple[Any, ...] = ()  # weight, bias and captured tensors with their versions, when `_constant` was made
     _constant: Env = field(default_factory=dict)
     _folded: tuple[Tensor, Tensor | None] | None = None
+    _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any] = ()
@@ -44,23 +51,40 @@ class Prepared:
         env = self._start(weight, bias, convolution, extra)
         if self._folded is not None:
             weight, bias = self._folded
-        if s.statistics is None:
-            tail = "" if s.epilogue == VALUE else s.epilogue.cpp
-            fed = executor.forward(input, weight, bias, convolution, keep=True, tail=tail)
-        else:
-            groups = s.statistics.groups
-            fed, found = executor.forward_with_statistics(
-                input, weight, bias, groups, 0.0, convolution, keep=True, tail=s.epilogue.cpp
+
+        _compute(s.early, env)
+        tail = self._tail(env)
+
+        def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+            if s.statistics is None:
+                used = None if s.epilogue == VALUE else tail
+                return executor.forward(input, weight, bias, convolution, keep=True, tail=used)
+            result, found = executor.forward_with_statistics(
+                input, weight, bias, s.statistics.groups, 0.0, convolution, keep=True, tail=tail
             )
             env.update(means_and_variances(found, s.statistics))
-        env[s.fed] = fed
-        run_rounds(s.graph, s.rounds, s.fed, env)
+            return result
+
+        if s.moved is None:
+            env[s.fed] = convolve(input, weight, bias, convolution)
+        else:
+            env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
+        run_rounds(s.graph, s.rounds, env)
         return outputs(s.graph, env)
+
+    def _tail(self, env: Env) -> Tail:
+        """Returns the epilogue with its operands, laid out as the convolution's result."""
+        s, like = self.stages, self.stages.fed.meta["val"]
+        vectors = self._vectors
+        if vectors is None and s.operands.vectors:
+            vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
+        return Tail(s.epilogue.cpp, vectors, wholes)
 
     @cached_property
     def differentiable(self) -> Differentiable:
         """What calls with gradients run."""
-        return Differentiable(self.stages.graph)
+        return Differentiable(self.stages.differentiable)
 
     def _start(self, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
@@ -74,6 +98,12 @@ class Prepared:
             if s.affine.expression != VALUE:
                 vectors = [env[node] for node in s.affine.vectors]
                 self._folded = fold(weight, bias, convolution, s.affine.expression, vectors)
+            if s.moved is not None:
+                self._folded = s.moved.operands(*(self._folded or (weight, bias)))
+            self._vectors = None
+            if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
+                like = s.fed.meta["val"]
+                self._vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
             self._seen, self._constant = seen or (), env
         env = dict(self._constant)
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -88,15 +118,15 @@ class Differentiable:
         self.graph = graph
         captured = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
         self.wanted = [each for each in {id(each): each for each in captured}.values() if each.requires_grad]
-        plain = stages(graph, plain=True)
+        self.plain = plain = stages(graph, plain=True)
         gradient = None
-        if plain is not None and not plain.rounds.left:
+        if not plain.rounds.left:
             taken = plain.statistics.nodes if plain.statistics is not None else ()
             self.reduced = (*taken, *plain.rounds.reductions)
-            gradient = backward(plain.graph, self.wanted, self.reduced)
+            gradient = backward(plain.differentiable, plain.graph.graph, self.wanted, self.reduced)
         self.possible = gradient is not None
-        if plain is not None and gradient is not None:
-            self.plain, self.gradient = plain, gradient
+        if gradient is not None:
+            self.gradient = gradient
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[Tensor, ...]:
         """Returns the tail's result, z, and the sums, means and variances over space that the tail takes."""
@@ -106,12 +136,12 @@ class Differentiable:
             z = executor.forward(input, weight, bias, convolution)
         else:
             z, found = executor.forward_with_statistics(
-                input, weight, bias, s.statistics.groups, 0.0, convolution, tail=VALUE.cpp
+                input, weight, bias, s.statistics.groups, 0.0, convolution, tail=Tail(VALUE.cpp)
             )
             env.update(means_and_variances(found, s.statistics))
         env[s.fed] = z
         _compute(s.constants, env)
-        run_rounds(s.graph, s.rounds, s.fed, env, keep=True)
+        run_rounds(s.graph, s.rounds, env, keep=True)
         saved = [env[node] for node in self.reduced]
         flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
         return outputs(s.graph, env), z, *flat
@@ -123,31 +153,72 @@ class Differentiable:
         left = iter(saved)
         for node in g.saved:
             env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
-        env[g.value], env[g.grad] = z, _like(z, grad)
+        env[g.value], env[g.grad] = z, _like(z, grad) if grad.shape == z.shape else grad
         _compute(g.constants, env)
-        run_rounds(g.graph, g.rounds, g.value, env, keep=True)
+        run_rounds(g.graph, g.rounds, env, keep=True)
         found: list[Tensor | None] = list(outputs(g.graph, env))
         return found
 
 
-def run_rounds(graph: fx.GraphModule, rounds: Rounds, value: fx.Node, env: Env, keep: bool = False) -> None:
-    """Computes everything behind `value`, whose tensor may be overwritten unless `keep` says otherwise."""
-    x = env[value]
+def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False) -> None:
+    """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise."""
+    formed: Env = {}  # what passes have written, with five dimensions
+    for each in divided.rounds:
+        x = formed[each.value] if each.value in formed else env[each.value]
+        if axis_executor.is_channels_last(x) != each.channels_last:  # passes are planned for one layout
+            x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
+        kept = each is not divided.rounds[-1] or (keep and each.value is divided.rounds[0].value)
+        _run_round(graph, each, x, env, formed, kept)
+    _compute(divided.left, env)
+
+
+def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool) -> None:
     for each in rounds.sums:
         _compute_ready(rounds.small, env)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
-        found = tail_executor.sums(x, expressions, *_operands(each.launch, env, x))
+        operands = _operands(each.launch.vectors, each.launch.wholes, env, x)
+        if extreme := each.reductions[0].extreme:
+            found = axis_executor.extreme(x, extreme, expressions[0], *operands)
+        else:
+            found = tail_executor.sums(x, expressions, *operands)
         for reduction, total in zip(each.reductions, found, strict=True):
             env[reduction.node] = _finished(reduction, total)
     _compute_ready(rounds.small, env)
     needed = {each for node in rounds.left for each in node.all_input_nodes} | set(_output(graph).all_input_nodes)
-    for index, written in enumerate(rounds.written):
-        overwrite = not keep and value not in needed and index == len(rounds.written) - 1
-        operands = _operands(written.launch, env, x)
-        dtype = written.node.meta["val"].dtype
-        (expression,) = written.launch.expressions
-        env[written.node] = tail_executor.evaluate(x, expression.cpp, *operands, dtype, overwrite)
-    _compute(rounds.left, env)
+    keep = keep or bool(needed & _aliases(rounds.value))
+    for one in rounds.passes:
+        overwrite = not keep and one is rounds.passes[-1]
+        y = _run_pass(one, x, env, overwrite)
+        formed[one.node], env[one.node] = y, y.reshape(one.node.meta["val"].shape)
+
+
+def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool) -> Tensor:
+    dtype = one.node.meta["val"].dtype
+    if isinstance(one, Written):
+        operands = _operands(one.launch.vectors, one.launch.wholes, env, x)
+        return tail_executor.evaluate(x, one.launch.expressions[0].cpp, *operands, dtype, overwrite)
+    vectors, wholes = _operands(one.vectors, one.wholes, env, x)
+    if isinstance(one, PoolPass):
+        how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
+        return pool_executor.run(x, *how, vectors, wholes, dtype)
+    if isinstance(one, GatherPass):
+        indices = None if one.indices is None else env[one.indices]
+        pool = env[one.grad], indices, one.windows
+        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype)
+    program = one.program.cpp, one.sweeps, one.each
+    sides = _placed(one, env, x), _along(one, env, x)
+    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite)
+
+
+def _aliases(value: fx.Node) -> set[fx.Node]:
+    """Returns a node and its views."""
+    found = {value}
+    waiting = [value]
+    while waiting:
+        views = [each for each in waiting.pop().users if each.op == "call_function" and is_view(each)]
+        found.update(views)
+        waiting.extend(views)
+    return found
 
 
 def outputs(graph: fx.GraphModule, env: Env) -> Any:
@@ -163,7 +234,9 @@ def _compute(nodes: Sequence[fx.Node], env: Env) -> None:
     for node in nodes:
         if node not in env:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each])
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            # The tensors of passes may have other strides than the traced ones, which `view` would depend on.
+            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+            env[node] = target(*args, **kwargs)
 
 
 def _compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:
@@ -173,29 +246,55 @@ def _compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:
             _compute((node,), env)
 
 
-def _operands(launch: Launch, env: Env, x: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+def _operands(
+    named: Sequence[tuple[fx.Node, Shape]], whole: Sequence[fx.Node], env: Env, x: Tensor
+) -> tuple[Tensor | None, list[Tensor]]:
     """Returns vectors [number of vectors, N, C] and whole tensors as the kernels read them."""
-    wholes = [_like(x, env[node]) for node in launch.wholes]
-    if not launch.vectors:
-        return None, wholes
+    wholes = [_like(x, env[node]) for node in whole]
+    return _stacked(named, env, tuple(x.shape), x.dtype, x.device) if named else None, wholes
+
+
+def _stacked(
+    named: Sequence[tuple[fx.Node, Shape]], env: Env, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Returns vectors as kernels read them, [number of vectors, N, C], for a result of this shape and type."""
     rows = []
-    for node, target in launch.vectors:
-        value, leading = env[node], rows_of(target, tuple(x.shape))
+    for node, target in named:
+        value, leading = env[node], rows_of(target, shape)
         assert leading is not None
         value = value.reshape((1,) * (len(target) - value.dim()) + tuple(value.shape))
         value = value.reshape(value.shape[:leading]).expand(target[:leading])
-        rows.append(value.reshape(x.shape[:2]).to(statistics_dtype(x.dtype)))
-    return torch.stack(rows), wholes
+        rows.append(value.reshape(shape[:2]).to(device, statistics_dtype(dtype)))
+    return torch.stack(rows)
+
+
+def _placed(each: AxisPass, env: Env, x: Tensor) -> Tensor | None:
+    """Returns operands with one number per position, [number of operands, positions in the order of memory]."""
+    if not each.placed:
+        return None
+    shape = [1 if dim in each.dims else size for dim, size in enumerate(x.shape)]
+    order = axis_executor.memory_order(x)
+    kind = statistics_dtype(x.dtype)
+    return torch.stack([env[node].reshape(shape).permute(order).reshape(-1).to(kind) for node in each.placed])
+
+
+def _along(each: AxisPass, env: Env, x: Tensor) -> Tensor | None:
+    """Returns operands that vary along the axis alone, [number of operands, length]."""
+    if not each.along:
+        return None
+    return torch.stack([env[node].reshape(-1).to(statistics_dtype(x.dtype)) for node in each.along])
 
 
 def _finished(reduction: Reduction, total: Tensor) -> Tensor:
-    """Returns a sum or mean with the shape and type of its node, out of the sums of every channel, [N, C]."""
+    """Returns a reduction with the shape and type of its node, out of the reductions of every channel, [N, C]."""
     like = reduction.node.meta["val"]
     leading = rows_of(reduction.viewed, (*total.shape, prod(reduction.viewed) // total.numel(), 1, 1))
     assert leading is not None
     total = total.reshape(reduction.viewed[:leading])
     reduced = [dim for dim in reduction.dims if dim < leading]
-    if reduced:
+    if reduced and reduction.extreme:
+        total = total.amax(reduced) if reduction.extreme == "Largest" else total.amin(reduced)
+    elif reduced:
         total = total.sum(reduced)
     return (total / reduction.count).reshape(like.shape).to(like.dtype)
 
@@ -243,6 +342,13 @@ def _versions(tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
     return tuple(None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors)
+
+
+def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor with shape and strides of `like` at a multiple of 16 bytes, copied if it lies otherwise."""
+    if whole.shape == like.shape and whole.stride() == like.stride() and whole.data_ptr() % 16 == 0:
+        return whole
+    return torch.empty_strided(like.shape, like.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def _like(result: Tensor, whole: Tensor) -> Tensor:

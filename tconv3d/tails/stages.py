@@ -1,9 +1,11 @@
 """Cuts the graph of a tail into stages: what moves into the weight, what the convolution's kernel computes, the rest.
 
-    z --affine map--> a --epilogue--> u --rounds of sums and passes--> results
+    z --affine map, linear operator--> a --epilogue--> u --rounds of sums and passes--> results
 
-- An affine map of every channel (inference BatchNorm, a scale) moves into weight and bias.
-- The epilogue is an expression of the sums alone, and is evaluated where they still are in registers.
+- A linear reduction or pool, with an affine map of every channel before it, makes another, smaller convolution of it
+  (`algebra.py`).
+- The epilogue is an expression of the sums, of vectors and of whole tensors that exist before the convolution. It is
+  evaluated where the sums still are in registers.
 - Means and variances of u over space or over norm groups come with the convolution (`Statistics`).
 - What follows u is divided into passes (`rounds.py`).
 
@@ -19,12 +21,16 @@ from math import prod
 import torch
 from torch import fx
 
+from .algebra import Layer, Moved, SpaceSum, find
 from .expressions import Expression
+from .lowering import LOWERED_FROM, lower
 from .pointwise import Shape, Writer, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
-from .rounds import Rounds, rounds
+from .rounds import MOST_LETTERS, MOST_WHOLE, Divided, Launch, divide
 from .tracing import copied, without_variances, writes
 
 aten = torch.ops.aten
+
+MOST_VECTORS = 8  # vectors of an epilogue, each a register for every channel that a thread has in flight
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,37 @@ class Stages:
     """Holds the stages of one tail for one shape and type."""
 
     graph: fx.GraphModule
+    differentiable: fx.GraphModule  # the graph before reductions were lowered
     affine: Affine
-    epilogue: Expression  # takes what the affine map gives
+    moved: Moved | None  # a linear operator behind the affine map that another convolution computes
+    epilogue: Expression  # takes what these give
+    operands: Launch  # the epilogue as a launch, with the vectors and whole tensors it names by index
+    early: tuple[fx.Node, ...]  # nodes that are computed from passed tensors before the convolution, in order
     fed: fx.Node  # u, which the convolution's kernel stores
     statistics: Statistics | None
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
-    rounds: Rounds
+    rounds: Divided
 
 
-def stages(graph: fx.GraphModule, exact_order: bool = False, plain: bool = False) -> Stages | None:
-    """Returns the stages of a traced tail, whose first placeholder is z, [N, C, D, H, W]; None if it has no fit.
+def stages(
+    graph: fx.GraphModule, exact_order: bool = False, plain: bool = False, layer: Layer | None = None
+) -> Stages:
+    """Returns the stages of a traced tail, whose first placeholder is z, [N, C, D, H, W].
 
-    With `exact_order` no affine map moves into the weight; with `plain` the convolution stores z itself.
+    With `exact_order` no affine map moves into the weight; with `plain` the convolution stores z itself. A linear
+    reduction or pool of z may move into the convolution `layer`. Reductions that no pass computes stay PyTorch's own
+    operators.
     """
-    graph = copied(graph)
+    whole: set[str] = set()  # names of nodes that are not lowered
+    while True:
+        found = _stages(copied(graph), exact_order, plain, whole, layer)
+        split = {node.meta[LOWERED_FROM] for node in found.rounds.left if LOWERED_FROM in node.meta}
+        if split <= whole:
+            return found
+        whole |= split
+
+
+def _stages(graph: fx.GraphModule, exact_order: bool, plain: bool, whole: set[str], layer: Layer | None) -> Stages:
     nodes = list(graph.graph.nodes)
     z, *passed = [node for node in nodes if node.op == "placeholder"]
     shape = shape_of(z)
@@ -70,24 +93,43 @@ def stages(graph: fx.GraphModule, exact_order: bool = False, plain: bool = False
     moving = dependent(nodes, [z, *passed, *effects])
     captured = [node for node in nodes if node not in moving and node.op != "output"]
     affine = _Head(z, nodes, shape, set() if exact_order else set(captured))
-    a = z if plain else affine.last_affine()
-    head = _Head(a, nodes, shape, set())
-    u = z if plain else head.bottlenecks()[-1]
-    found = _statistics(u, nodes, shape)
+    a, moved = z, None
+    if layer is not None and not plain and not exact_order:
+        a, moved = affine.moved(graph.graph, layer)
+    start = a if moved is None else moved[0]
+    if moved is not None:
+        nodes, shape = list(graph.graph.nodes), shape_of(start)
+    product = moved is not None and isinstance(moved[1], SpaceSum) and len(moved[1].dims) == 3
+    given = [node for node in dependent(nodes, passed) if node not in dependent(nodes, [z, *effects])]
+    head = _Head(start, nodes, shape, {*captured, *given} if moved is None else set(), wholes=True)
+    u = start if plain or product else head.last_of_kernel()
+    found = None if product else _statistics(u, nodes, shape)
     without_variances(graph.graph, found.nodes if found else ())
     graph.recompile()
+    differentiable = copied(graph)
+    lower(graph.graph, whole)
+    graph.recompile()
     nodes = list(graph.graph.nodes)
+    captured = [node for node in captured if node in set(nodes)]
     known = dict.fromkeys([*captured, *passed, *(found.nodes if found else ())])
-    writer = Writer(shape, z, affine.elements)
+    early = [node for node in nodes if node in given and node.op == "call_function"]
+    writer = Writer(shape_of(z), z, affine.elements)
     folded = writer.write(a, shared=False)
     inside = (affine.ancestors(a) | head.ancestors(u)) - {u}
-    divided = rounds(graph.graph, u, (), known, inside)
-    if divided is None:
-        return None
+    if product:  # numbers per channel, which PyTorch computes with
+        rest = [node for node in nodes if node.op == "call_function" and node not in {*inside, *known, u}]
+        divided = Divided((), tuple(rest))
+    else:
+        strides = meta(z).stride()
+        divided = divide(graph.graph, u, (), known, inside, strides[1] == 1 and strides[4] != 1)
     return Stages(
         graph,
+        differentiable,
         Affine(folded, tuple(node for node, _ in writer.vectors)),
-        Writer(shape, a, head.elements).write(u),
+        None if moved is None else moved[1],
+        (operands := head.written(u)).expressions[0],
+        operands,
+        tuple(early) if operands.vectors or operands.wholes else (),
         u,
         found,
         tuple(node for node in captured if node.op == "call_function"),
@@ -96,16 +138,25 @@ def stages(graph: fx.GraphModule, exact_order: bool = False, plain: bool = False
 
 
 class _Head:
-    """Collects the nodes that are pointwise functions of one node, with vectors out of `known` as operands."""
+    """Collects the nodes that are pointwise functions of one node, with vectors out of `known` as operands.
 
-    def __init__(self, start: fx.Node, nodes: list[fx.Node], shape: Shape, known: set[fx.Node]) -> None:
+    With `wholes` vectors may differ between batch items, and tensors that broadcast to the node's shape are operands
+    too; without it, vectors have one number per channel.
+    """
+
+    def __init__(
+        self, start: fx.Node, nodes: list[fx.Node], shape: Shape, known: set[fx.Node], wholes: bool = False
+    ) -> None:
         self.start, self.shape = start, shape
         self.elements: dict[fx.Node, None] = {start: None}
         after = dependent(nodes, [start])
 
         def operand(node: fx.Node, target: Shape) -> bool:
-            fits = node in known and isinstance(meta(node), torch.Tensor) and is_vector(node, target, shape)
-            return fits and target == shape and (meta(node).dim() < 5 or shape_of(node)[0] == 1)
+            if node not in known or not isinstance(node.meta.get("val"), torch.Tensor):
+                return False
+            if is_vector(node, target, shape):
+                return wholes or (target == shape and (meta(node).dim() < 5 or shape_of(node)[0] == 1))
+            return wholes and target == shape and meta(node).dtype is meta(start).dtype
 
         for node in nodes:
             inputs = [each for each in node.all_input_nodes if each in after]
@@ -135,11 +186,28 @@ class _Head:
                 found.append(node)
         return found
 
-    def last_affine(self) -> fx.Node:
-        """Returns the last bottleneck that is an affine map of the start and uses a vector."""
+    def moved(self, graph: fx.Graph, layer: Layer) -> tuple[fx.Node, tuple[fx.Node, Moved] | None]:
+        """Returns the last bottleneck that is an affine map and has a linear operator behind it that can be moved."""
         for node in reversed(self.bottlenecks()):
-            writer = Writer(self.shape, self.start, self.elements)
-            if writer.write(node, shared=False).degree in (0, 1) and writer.vectors:
+            if Writer(self.shape, self.start, self.elements).write(node, shared=False).degree not in (0, 1):
+                continue
+            found = find(graph, node, layer)
+            if found is not None:
+                return node, found
+        return self.start, None
+
+    def written(self, node: fx.Node) -> Launch:
+        """Returns a node as an expression of the start and of its operands."""
+        writer = Writer(self.shape, self.start, self.elements)
+        expression = writer.write(node)
+        return Launch((expression,), tuple(writer.vectors), tuple(writer.wholes))
+
+    def last_of_kernel(self) -> fx.Node:
+        """Returns the last bottleneck that has no more operands than an epilogue takes."""
+        for node in reversed(self.bottlenecks()):
+            found = self.written(node)
+            short = len(found.expressions[0].cpp) <= MOST_LETTERS
+            if short and len(found.wholes) <= MOST_WHOLE and len(found.vectors) <= MOST_VECTORS:
                 return node
         return self.start
 

@@ -8,7 +8,7 @@ the tail's own objects. This module knows nothing of kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -61,8 +61,25 @@ def _group_norm(
     return result.to(input.dtype), mean.view(batch, groups), rstd.view(batch, groups)
 
 
+def _layer_norm(
+    input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm as arithmetic: statistics of the last dimensions, and operands that vary along them alone."""
+    dims = list(range(input.dim() - len(shape), input.dim()))
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    variance, mean = torch.var_mean(wide, dim=dims, correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    result = (wide - mean) * rstd
+    if weight is not None:
+        result = result * weight
+    if bias is not None:
+        result = result + bias
+    return result.to(input.dtype), mean, rstd
+
+
 def _table() -> dict[Any, Any]:
-    return {**get_decompositions(_REPLACED), aten.native_group_norm.default: _group_norm}
+    norms = {aten.native_group_norm.default: _group_norm, aten.native_layer_norm.default: _layer_norm}
+    return {**get_decompositions(_REPLACED), **norms}
 
 
 class _Remembering(TorchDispatchMode):
@@ -130,6 +147,10 @@ def trace(
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or not writes(node) or node.args[0].op == "get_attr":
             continue  # writes to captured tensors (running statistics) are part of the tail
+        if node.target is aten.as_strided_.default and node.meta["val"].shape == node.args[0].meta["val"].shape:
+            node.replace_all_uses_with(node.args[0])  # an adaptive pool gives its result the layout of its operand
+            graph.erase_node(node)
+            continue
         if node.target is not aten.copy_.default or node.args[0] is not placeholders[0]:
             raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
         node.replace_all_uses_with(node.args[1])  # nobody else sees the convolution's result that is written
@@ -154,23 +175,25 @@ def without_variances(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
         (x, dims), correction = node.args, node.kwargs.get("correction", 1)
         count = prod(x.meta["val"].shape[dim] for dim in dims)
         with graph.inserting_before(node):
-            mean = _inserted(graph, aten.mean.dim, (x, dims, True))
-            deviation = _inserted(graph, aten.sub.Tensor, (x, mean))
-            square = _inserted(graph, aten.mul.Tensor, (deviation, deviation))
-            total = _inserted(graph, aten.sum.dim_IntList, (square, dims, True))
-            variance = _inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
+            mean = inserted(graph, aten.mean.dim, (x, dims, True))
+            deviation = inserted(graph, aten.sub.Tensor, (x, mean))
+            square = inserted(graph, aten.mul.Tensor, (deviation, deviation))
+            total = inserted(graph, aten.sum.dim_IntList, (square, dims, True))
+            variance = inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
         for user in list(node.users):
             user.replace_all_uses_with((variance, mean)[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
 
 
-def _inserted(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def inserted(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], options: Mapping[str, Any] | None = None
+) -> fx.Node:
     """Inserts an operator with its shape and type."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, dict(options or {}))
     values = fx.node.map_arg(args, lambda each: each.meta["val"])
     with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **(options or {}))
     return node
 
 

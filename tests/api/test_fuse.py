@@ -148,6 +148,7 @@ def test_every_kernel_with_an_epilogue_evaluates_expressions(family: str) -> Non
         "few_inputs": Layer(4, 24, (3, 4, 8), (3, 3, 3), (2, 2, 2), (1, 1, 1)),
         "depthwise": Layer(6, 6, (3, 3, 4), (4, 4, 4), (2, 2, 2), (1, 1, 1), groups=6),
         "depthwise_lines": Layer(32, 32, (3, 3, 18), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), groups=32),
+        "depthwise_tiles": Layer(6, 6, (3, 3, 6), (5, 5, 5), (2, 2, 2), (2, 2, 2), (1, 1, 1), groups=6),
         "halo": Layer(32, 32, (3, 5, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1)),
         "direct": Layer(2, 3, (3, 3, 3), (1, 1, 1), (2, 2, 2), bias=False),
     }
@@ -198,18 +199,19 @@ def report(tail: Callable[..., Any], *extra: Any, **options: Any) -> tconv3d.Fus
         return model.report(torch.randn(2, 16, *SIZE), *extra)
 
 
-def test_an_affine_map_moves_into_the_weight_unless_the_order_is_exact() -> None:
+def test_vectors_and_residuals_are_read_by_the_kernel() -> None:
     norm = nn.BatchNorm3d(C).eval()
     found = report(lambda z: F.relu(norm(z)))
-    assert found.weight and found.kernel and not found.passes and not found.pytorch
-    kept = report(lambda z: F.relu(norm(z)), exact_order=True)
-    assert not kept.weight and len(kept.passes) == 1
-    assert "in the weight" in str(found) and "in one pass over its result" in str(kept)
+    assert "Vectored<3>" in found.kernel and not found.weight and not found.passes and not found.pytorch
+    residual, style = torch.randn(2, C, 5, 7, 9), torch.randn(2, C)
+    found = report(lambda z, r, s: F.silu(z * (1 + s[..., None, None, None]) + 2 * r), residual, style)
+    assert "Whole<0>" in found.kernel and not found.passes
+    assert "in the convolution's kernel" in str(found)
 
 
 def test_what_cannot_be_held_is_named() -> None:
-    found = report(lambda z: F.max_pool3d(F.relu(z), 2).softmax(1))
-    assert "Largest" in found.kernel and found.pytorch == ("max_pool3d_with_indices", "getitem", "_softmax")
+    found = report(lambda z: F.relu(z).cumsum(2).softmax(1))
+    assert "Largest" in found.kernel and found.pytorch == ("cumsum", "_softmax")
 
 
 def test_a_tail_with_control_flow_runs_unfused_and_says_why() -> None:

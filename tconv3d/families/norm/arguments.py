@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...planning.arguments import CONST_POINTER, DOUBLE, INT32, INT64, POINTER, Arguments, Struct
+from ...planning.arguments import CONST_POINTER, DIVIDER, DOUBLE, EXTENT, INT32, INT64, POINTER, Arguments, Struct
 
 _STRIPS = Struct(
     "Strips",
@@ -67,6 +67,47 @@ TAIL_SUMS = Arguments(
     sums=POINTER("[batch][channels][slots][expressions]: the sums of every strip."),
     **_TAIL,
     strips=_STRIPS("The strips of a sweep."),
+)
+AXIS_PASS = Arguments(
+    "axis_pass",
+    x=CONST_POINTER("The tensor, [outer][length][inner]."),
+    y=POINTER("The result: of the shape of x, or [outer][inner]."),
+    **_TAIL,
+    placed=CONST_POINTER("[operands][outer][inner]: numbers that are constant along the axis."),
+    along=CONST_POINTER("[operands][length]: numbers that depend on the place along the axis alone."),
+    outer=INT64("Size of the dimensions before the axis."),
+    inner=INT64("Size of the dimensions behind the axis."),
+    lead=INT64("Outer places of a batch item, or of a channel of it if channels are outer."),
+    rows=INT64("Batch items times channels."),
+    length=INT32("Length of the axis."),
+    channels=INT32("Channels."),
+)
+_POOL = {
+    "count": INT64("Elements that are written, or vectors of neighbouring channels if channels are last."),
+    "x_size": EXTENT("The volume of the activations."),
+    "y_size": EXTENT("The volume of the pooled activations."),
+    "by_w": DIVIDER("Divides by the written elements along w."),
+    "by_h": DIVIDER("Divides by the written elements along h."),
+    "by_d": DIVIDER("Divides by the written elements along d."),
+    "by_channels": DIVIDER("Divides by the vectors of channels of a position; 1 if channels are not last."),
+    "batch": INT32("Batch items."),
+    "channels": INT32("Channels."),
+}
+POOL_PASS = Arguments(
+    "pool_pass",
+    x=CONST_POINTER("The activations."),
+    y=POINTER("The pooled activations, in the same layout."),
+    **_TAIL,
+    **_POOL,
+)
+POOL_GRAD = Arguments(
+    "pool_grad",
+    x=CONST_POINTER("The activations."),
+    y=POINTER("An expression of the activations and of the gradient of what was pooled."),
+    **_TAIL,
+    grad=CONST_POINTER("The gradient of the pooled activations, in the same layout."),
+    indices=CONST_POINTER("The place in its volume that every pooled activation is from; null for averages."),
+    **_POOL,
 )
 NORM_SUMS = Arguments(
     "norm_sums",

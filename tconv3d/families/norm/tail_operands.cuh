@@ -23,6 +23,7 @@ struct TailOperands {
   // The operands of an expression for one element.
   struct Element {
     using Acc = typename C::Acc;
+    static constexpr bool kRounded = sizeof(Scalar) == 2;
     static constexpr int kLocals = 0;
     const Acc* numbers;
     Acc values[kTensors];

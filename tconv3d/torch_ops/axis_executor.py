@@ -1,0 +1,113 @@
+"""Runs passes that reduce a dense tensor along one axis (families/norm/axis_pass.cuh).
+
+Only this package calls this function, so arguments are not checked. Prepared tasks are in the executor's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..families.norm.axis import Axis, AxisProblem, plan_axis
+from . import executor
+from .problems import DTYPES
+from .pytorch_ops import statistics_dtype
+
+OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "placed", "along", "null", "y", "workspace")
+RESULTS = {**DTYPES, torch.int64: "int64"}
+
+
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of a dense tensor [N, C, D, H, W] from the slowest to the fastest in memory."""
+    return _order(is_channels_last(x))
+
+
+def _order(channels_last: bool) -> tuple[int, ...]:
+    return (0, 2, 3, 4, 1) if channels_last else (0, 1, 2, 3, 4)
+
+
+def is_one_axis(shape: Sequence[int], dims: frozenset[int], channels_last: bool) -> bool:
+    """Tells whether dimensions are neighbours in memory, and either the channels alone or a part of space."""
+    order = [dim for dim in _order(channels_last) if shape[dim] > 1 or dim in dims]
+    places = [order.index(dim) for dim in dims]
+    adjacent = bool(places) and max(places) - min(places) + 1 == len(places)
+    return adjacent and 0 not in dims and (1 not in dims or len(dims) == 1)
+
+
+def run(
+    x: Tensor,
+    dims: frozenset[int],
+    program: str,
+    sweeps: int,
+    each: bool,
+    vectors: Tensor | None,
+    wholes: Sequence[Tensor],
+    placed: Tensor | None,
+    along: Tensor | None,
+    dtype: torch.dtype,
+    overwrite: bool,
+) -> Tensor:
+    """Returns what a program computes along the axis that `dims` of x, [N, C, D, H, W], are.
+
+    The result has the shape and strides of x if `each`, else size 1 in `dims`. `vectors` is [number, N, C], `placed`
+    [number, positions in the order of memory], `along` [number, length], all in the accumulator's type; `wholes` have
+    the type, shape and strides of x. With `overwrite` x is the result if it has the result's type.
+    """
+    y = _result(x, dims, each, dtype, overwrite)
+    counts = tuple(0 if tensor is None else tensor.shape[0] for tensor in (vectors, placed, along))
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, y, *wholes))
+    key = ("axis_pass", x.dtype, x.device, x.shape, x.stride(), dims, program, dtype, counts, len(wholes), aligned)
+    task = executor.known(key)
+    if task is None:
+        problem = AxisProblem(
+            _axis(x, dims, aligned), program, sweeps, counts[0], len(wholes), counts[1], counts[2], RESULTS[dtype]
+        )
+        plan = plan_axis(problem, executor.device_of(x))
+        task = executor.remember(key, executor.make_task(plan, OPERANDS, (), x))
+    more = [*(tensor.data_ptr() for tensor in wholes), 0, 0, 0, 0][:4]
+    first, *rest = (0 if tensor is None else tensor.data_ptr() for tensor in (vectors, placed, along))
+    task.launch(x, (x.data_ptr(), first, *more, *rest, 0, y.data_ptr()))
+    return y
+
+
+def extreme(x: Tensor, which: str, expression: str, vectors: Tensor | None, wholes: Sequence[Tensor]) -> Tensor:
+    """Returns the "Largest" or "Smallest" value of an expression of every channel of x: [1, N, C].
+
+    A pass takes the extremes of rows or planes, of which there are enough to fill a GPU; PyTorch takes theirs.
+    """
+    dims, others = (frozenset({4}), (2, 3)) if is_channels_last(x) else (frozenset({3, 4}), (2,))
+    step = f"tconv3d::Reduced<tconv3d::Finding{which}, {expression}>"
+    program = f"tconv3d::AxisProgram<tconv3d::EachPosition<tconv3d::Local<0>>, {step}>"
+    wide = statistics_dtype(x.dtype)
+    found = run(x, dims, program, 1, False, vectors, wholes, None, None, wide, False)
+    return (found.amax(others) if which == "Largest" else found.amin(others)).reshape(1, *x.shape[:2])
+
+
+def _result(x: Tensor, dims: frozenset[int], each: bool, dtype: torch.dtype, overwrite: bool) -> Tensor:
+    if each:
+        if overwrite and x.dtype is dtype:
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+    order = memory_order(x)
+    sizes = [1 if dim in dims else x.shape[dim] for dim in order]
+    back = [order.index(dim) for dim in range(5)]
+    return torch.empty(sizes, dtype=dtype, device=x.device).permute(back)
+
+
+def _axis(x: Tensor, dims: frozenset[int], aligned: bool) -> Axis:
+    last = is_channels_last(x)
+    order = [dim for dim in _order(last) if x.shape[dim] > 1 or dim in dims]
+    places = [order.index(dim) for dim in dims]
+    sizes = [x.shape[dim] for dim in order]
+    outer, length = prod(sizes[: min(places)]), prod(sizes[min(places) : max(places) + 1])
+    inner = prod(sizes[max(places) + 1 :])
+    batch, channels = x.shape[:2]
+    per_item = outer // batch if dims == {1} or last else outer // (batch * channels)
+    return Axis(outer, length, inner, per_item, dims == {1}, batch, channels, last, DTYPES[x.dtype], aligned)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(4) != 1 and x.shape[1] > 1

@@ -1,0 +1,55 @@
+"""Pools in tails: values and gradients against float64, with overlapping, dilated and clipped windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tail_checks import LAST, C, check_gradients, check_values, fused, operand
+from torch import Tensor, nn
+
+TAILS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max pool": lambda z: F.silu(F.max_pool3d(F.silu(z), 2)),
+    "overlapping max pool": lambda z: F.max_pool3d(F.silu(z), 3, 2, 1) * 2,
+    "dilated max pool": lambda z: F.max_pool3d(z, 2, 1, dilation=2, ceil_mode=True),
+    "average pool": lambda z: F.avg_pool3d(F.silu(z), 2),
+    "overlapping average pool": lambda z: F.avg_pool3d(F.silu(z), 3, 2, 1),
+    "clipped average pool": lambda z: F.avg_pool3d(F.silu(z), 3, 2, 1, ceil_mode=True, count_include_pad=False),
+    "uneven average pool": lambda z: F.silu(F.avg_pool3d(F.silu(z), (2, 3, 2), (2, 2, 3), (1, 1, 0), ceil_mode=True)),
+    "divisor of its own": lambda z: F.avg_pool3d(F.silu(z), 2, divisor_override=3),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_values(name: str) -> None:
+    kinds = (
+        (torch.float32, torch.contiguous_format),
+        (torch.bfloat16, LAST),
+        (torch.float16, torch.contiguous_format),
+    )
+    for dtype, layout in kinds:
+        report = check_values(fused(TAILS[name], dtype), operand(dtype, layout))
+        assert len(report.passes) == 1 and not report.pytorch
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_gradients(name: str) -> None:
+    layout = LAST if len(name) % 2 else torch.contiguous_format
+    check_gradients(fused(TAILS[name]), operand(torch.float32, layout), 4)
+
+
+def test_gradients_in_16_bits() -> None:
+    check_gradients(fused(TAILS["overlapping average pool"], torch.bfloat16), operand(torch.bfloat16, LAST), 2)
+
+
+def test_a_norm_before_and_a_softmax_behind_a_pool() -> None:
+    """Values take one pooling pass and one pass along the channels; gradients run in passes as well."""
+    norm = nn.GroupNorm(2, C)
+    nn.init.normal_(norm.weight)
+    model = fused(nn.Sequential(norm, nn.SiLU(), nn.MaxPool3d(2), nn.Softmax(1)))
+    x = operand(torch.float32)
+    report = check_values(model, x)
+    assert len(report.passes) == 2 and not report.pytorch
+    check_gradients(model, x, 10)

@@ -1,0 +1,155 @@
+"""Reductions over channels and over parts of space in tails: values, gradients, and rules for ties and NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tail_checks import LAST, C, check_gradients, check_values, fused, operand
+from torch import Tensor, nn
+
+import tconv3d
+
+Z = Callable[[Tensor], Any]
+TAILS: dict[str, Z] = {
+    "softmax": lambda z: F.silu(z).softmax(1) * 2,
+    "log-softmax": lambda z: F.log_softmax(z, 1),
+    "log-sum-exp": lambda z: F.relu(torch.logsumexp(z, 1)),
+    "sum over channels": lambda z: F.silu(z).sum(1, keepdim=True),
+    "mean over channels": lambda z: torch.tanh(F.silu(z).mean(1)),
+    "largest channel": lambda z: F.silu(z).amax(1),
+    "largest channel and its index": lambda z: torch.max(z, 1),
+    "index of the smallest channel": lambda z: z.argmin(1, keepdim=True),
+    "norm over channels": lambda z: z / z.norm(dim=1, keepdim=True),
+    "softmax over width": lambda z: z.softmax(-1),
+    "mean over depth": lambda z: F.silu(z).mean(2),
+    "sum over planes": lambda z: F.silu(z).sum((3, 4)),
+    "largest of space": lambda z: F.silu(z).amax((2, 3, 4)) * 2,
+    "adaptive max pool": lambda z: F.adaptive_max_pool3d(F.silu(z), 1),
+    "several in a row": lambda z: (z.softmax(1) * 3).log_softmax(-1).mean((2, 3, 4)),
+}
+KINDS = {
+    "float32": (torch.float32, torch.contiguous_format),
+    "bfloat16, channels last": (torch.bfloat16, LAST),
+    "float16": (torch.float16, torch.contiguous_format),
+    "float32, channels last": (torch.float32, LAST),
+}
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over channels as networks write it, or over the last dimension."""
+
+    def __init__(self, channels: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(C if channels else 9)) for _ in range(2))
+        self.channels = channels
+
+    def forward(self, z: Tensor) -> Tensor:
+        if not self.channels:
+            return F.layer_norm(z, (9,), self.weight, self.bias)
+        mean = z.mean(1, keepdim=True)
+        variance = (z - mean).pow(2).mean(1, keepdim=True)
+        shape = (C, 1, 1, 1)
+        return (z - mean) / torch.sqrt(variance + 1e-6) * self.weight.view(shape) + self.bias.view(shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TAILS)
+def test_values(name: str, kind: str) -> None:
+    dtype, layout = KINDS[kind]
+    if "index" in name and dtype != torch.float32:
+        pytest.skip("rounded results tie where exact ones do not")
+    report = check_values(fused(TAILS[name], dtype), operand(dtype, layout))
+    assert report.passes and not set(report.pytorch) - {"view", "mul", "div", "mean"}, report
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("channels", [True, False])
+def test_layer_norm(channels: bool, layout: torch.memory_format) -> None:
+    x = operand(torch.float32, layout)
+    report = check_values(fused(LayerNorm(channels)), x)
+    assert len(report.passes) == 1 and not report.pytorch
+    check_gradients(fused(nn.Sequential(LayerNorm(channels), nn.SiLU())), x, 20)
+
+
+@pytest.mark.parametrize("name", [name for name in TAILS if "index" not in name and "adaptive" not in name])
+def test_gradients(name: str) -> None:
+    layout = LAST if len(name) % 2 else torch.contiguous_format
+    check_gradients(fused(TAILS[name]), operand(torch.float32, layout), 4)
+
+
+def test_gradients_in_16_bits() -> None:
+    check_gradients(fused(TAILS["softmax"], torch.bfloat16), operand(torch.bfloat16, LAST), 2)
+    check_gradients(fused(lambda z: torch.max(F.silu(z), 1)[0], torch.float16), operand(torch.float16), 20)
+
+
+def test_an_extreme_that_16_bits_round_is_left_to_pytorch_when_it_is_differentiated() -> None:
+    model = fused(lambda z: F.silu(z).amax((2, 3, 4)), torch.bfloat16)
+    x = operand(torch.bfloat16).requires_grad_()
+    with tconv3d.use_backend("emulator"):
+        assert type(model(x).grad_fn).__name__ != "ChainBackward"
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("size", [3, 40, 264])
+def test_channels_of_any_number(size: int, layout: torch.memory_format) -> None:
+    """3 channels are no vector; 264 are more than 32 threads hold at once, and fill shared memory in columns."""
+    check_values(fused(lambda z: z.softmax(1), channels=size), operand(torch.float32, layout))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+def test_ties_and_nan(layout: torch.memory_format) -> None:
+    """Of equal numbers the first one counts, and a NaN is larger than all others."""
+    random = torch.Generator().manual_seed(5)
+    weight = torch.eye(16)[:, :, None, None, None]
+    layer = nn.ConvTranspose3d(16, 16, 1, bias=False)
+    layer.weight = nn.Parameter(weight.clone())
+    x = torch.randint(0, 3, (2, 16, 3, 4, 5), generator=random).float().contiguous(memory_format=layout)
+    tails: tuple[Z, ...] = (
+        lambda z: torch.max(z, 1),
+        lambda z: (z.argmin(1), z.argmax(-1)),
+        lambda z: (torch.where(z > 1, torch.nan, z).argmax(1), torch.where(z > 1, torch.nan, z).amax(2)),
+        lambda z: F.max_pool3d(z, 3, 2, 1, return_indices=True),
+    )
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        for tail in tails:
+            model = tconv3d.fuse(layer, tail)
+            assert not model.report(x).pytorch
+            for ours, exact in zip(model(x), tail(x), strict=True):
+                assert torch.equal(ours.nan_to_num(-1.0), exact.nan_to_num(-1.0))
+    for name in (lambda z: torch.max(z, 1)[0], lambda z: z.amax(1), lambda z: F.max_pool3d(z, 2)):
+        ours, exact = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with tconv3d.use_backend("emulator"):
+            tconv3d.fuse(layer, name)(ours).square().sum().backward()
+        name(exact).square().sum().backward()
+        assert torch.equal(ours.grad, exact.grad)
+
+
+def test_results_are_the_same_from_run_to_run() -> None:
+    x = operand(torch.float32)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        first, second = (fused(TAILS["several in a row"])(x) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_tensors_of_every_kind_ride_along() -> None:
+    """A mask with one number per position, a vector per channel and a residual are read by the pass."""
+    layer = fused(F.relu).convolution
+    mask, scale, residual = torch.rand(2, 1, 5, 7, 9), torch.randn(C, 1, 1, 1), torch.randn(2, C, 5, 7, 9)
+    model = tconv3d.fuse(layer, lambda z, m, s, r: ((z * s + r) * m).softmax(1) * m)
+    x = operand(torch.float32)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        report = model.report(x, mask, scale, residual)
+        ours = model(x, mask, scale, residual)
+    z = F.conv_transpose3d(x, layer.weight, layer.bias, 2, 1)
+    torch.testing.assert_close(ours, ((z * scale + residual) * mask).softmax(1) * mask)
+    assert len(report.passes) == 1 and not report.pytorch
+
+
+def test_what_is_no_axis_is_left_to_pytorch() -> None:
+    for tail in (lambda z: F.silu(z).softmax(0), lambda z: F.silu(z).amax((1, 2)), lambda z: F.silu(z).argmax()):
+        report = check_values(fused(tail), operand(torch.float32))
+        assert report.pytorch in (("_softmax",), ("amax",), ("argmax",)) and not report.passes
