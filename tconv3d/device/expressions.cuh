@@ -7,6 +7,10 @@
 // volume, and the element of operand i that has the shape of the result.
 //
 // Comparisons are 1 or 0. Minima, maxima and clamps keep a NaN, as PyTorch's do.
+//
+// If In::kRounded, the operands come from products of TF32 or 16-bit numbers. Exponentials and sigmoids then
+// use the hardware's exponential, whose relative error is at most 2^-16. Scale, shift, SiLU and clamp of an
+// output take 13 instructions so, instead of 35, which would take longer than writing the output does.
 #pragma once
 
 #include "common.cuh"
@@ -56,8 +60,8 @@ template <bool kNegative>
 struct Infinity {
   template <class In>
   static __device__ __forceinline__ auto of(const In&) {
-    constexpr double kHuge = 1e300 * 1e10;
-    return static_cast<typename In::Acc>(kNegative ? -kHuge : kHuge);
+    const float huge = ptx::bits_to_float(0x7F800000u);
+    return static_cast<typename In::Acc>(kNegative ? -huge : huge);
   }
 };
 
@@ -78,6 +82,26 @@ TCONV3D_MATH(round_up, ::ceilf, ::ceil)
 TCONV3D_MATH(round_nearest, ::rintf, ::rint)
 TCONV3D_MATH(sine, ::sinf, ::sin)
 TCONV3D_MATH(cosine, ::cosf, ::cos)
+__device__ __forceinline__ float largest(float a, float b) { return ptx::max_or_nan(a, b); }
+__device__ __forceinline__ double largest(double a, double b) { return a != a || a > b ? a : b; }
+__device__ __forceinline__ float smallest(float a, float b) { return ptx::min_or_nan(a, b); }
+__device__ __forceinline__ double smallest(double a, double b) { return a != a || a < b ? a : b; }
+template <bool kRounded, class Acc>
+__device__ __forceinline__ Acc exponential_of(Acc x) {
+  if constexpr (kRounded) {
+    return __expf(x);
+  } else {
+    return exponential(x);
+  }
+}
+template <bool kRounded, class Acc>
+__device__ __forceinline__ Acc sigmoid_of(Acc x) {
+  if constexpr (kRounded) {
+    return __fdividef(1.0f, 1.0f + __expf(-x));
+  } else {
+    return Acc(1) / (Acc(1) + exponential(-x));
+  }
+}
 __device__ __forceinline__ float power(float x, float y) { return ::powf(x, y); }
 __device__ __forceinline__ double power(double x, double y) { return ::pow(x, y); }
 
@@ -104,7 +128,7 @@ __device__ __forceinline__ double power(double x, double y) { return ::pow(x, y)
   };
 TCONV3D_UNARY(Negative, -x)
 TCONV3D_UNARY(Absolute, absolute(x))
-TCONV3D_UNARY(Exponential, exponential(x))
+TCONV3D_UNARY(Exponential, exponential_of<In::kRounded>(x))
 TCONV3D_UNARY(ExponentialMinusOne, exponential_minus_one(x))
 TCONV3D_UNARY(Logarithm, logarithm(x))
 TCONV3D_UNARY(LogarithmOfOnePlus, logarithm_of_one_plus(x))
@@ -113,7 +137,7 @@ TCONV3D_UNARY(ReciprocalSquareRoot, Acc(1) / square_root(x))
 TCONV3D_UNARY(Reciprocal, Acc(1) / x)
 TCONV3D_UNARY(HyperbolicTangent, hyperbolic_tangent(x))
 TCONV3D_UNARY(ErrorFunction, error_function(x))
-TCONV3D_UNARY(Sigmoid, Acc(1) / (Acc(1) + exponential(-x)))
+TCONV3D_UNARY(Sigmoid, sigmoid_of<In::kRounded>(x))
 TCONV3D_UNARY(RoundDown, round_down(x))
 TCONV3D_UNARY(RoundUp, round_up(x))
 TCONV3D_UNARY(RoundNearest, round_nearest(x))
@@ -126,8 +150,8 @@ TCONV3D_BINARY(Difference, a - b)
 TCONV3D_BINARY(Product, a* b)
 TCONV3D_BINARY(Quotient, a / b)
 TCONV3D_BINARY(Power, power(a, b))
-TCONV3D_BINARY(Largest, a != a || a > b ? a : b)
-TCONV3D_BINARY(Smallest, a != a || a < b ? a : b)
+TCONV3D_BINARY(Largest, largest(a, b))
+TCONV3D_BINARY(Smallest, smallest(a, b))
 TCONV3D_BINARY(Less, a < b ? Acc(1) : Acc(0))
 TCONV3D_BINARY(LessOrEqual, a <= b ? Acc(1) : Acc(0))
 TCONV3D_BINARY(Greater, a > b ? Acc(1) : Acc(0))
@@ -151,6 +175,7 @@ struct Choice {
 template <class In>
 struct WithLocal {
   using Acc = typename In::Acc;
+  static constexpr bool kRounded = In::kRounded;
   static constexpr int kLocals = In::kLocals + 1;
   const In& in;
   Acc number;
@@ -190,9 +215,10 @@ struct Local {
 };
 
 // The operands of an expression without vectors and whole tensors.
-template <class Accumulator>
+template <class Accumulator, bool kFromRounded>
 struct OnlyValue {
   using Acc = Accumulator;
+  static constexpr bool kRounded = kFromRounded;
   static constexpr int kLocals = 0;
   Acc sum;
   __device__ __forceinline__ Acc value() const { return sum; }

@@ -51,6 +51,13 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
+// Returns the smaller number, or NaN if either is NaN.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
+}
+
 // Computes total += scale * term and sets `term` to the rounding error, limited to finite values, so that an
 // infinite total stays infinite. One block of assembly keeps few registers live.
 __device__ __forceinline__ void add_keeping_rest(float& total, float& term, float scale) {

@@ -19,11 +19,12 @@ from __future__ import annotations
 import struct
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 from .geometry import Triple
+from .launch import Constants, Launch
 
 LINE = 110  # columns of a generated line, the limit in .clang-format
 
@@ -153,26 +154,55 @@ def _comment(text: str, indent: str) -> list[str]:
 _declared: dict[str, Arguments] = {}
 
 
-def declared(kernel: str) -> Arguments | None:
+def declared(kernel: str, constants: Constants = ()) -> Arguments | None:
     """Returns the declared arguments of a kernel, or None if the kernel's header defines them.
 
-    Every kernel of the package is declared by the module that launches it, which `import tconv3d` imports.
+    Every kernel of the package is declared by the module that launches it, which `import tconv3d` imports. A kernel
+    with the constant TAIL has further arguments: the operands of what follows the convolution.
     """
-    return _declared.get(kernel)
+    found = _declared.get(kernel)
+    wholes = next((value for name, value in constants if name == TAIL), None)
+    return found if found is None or wholes is None else found.with_tail(wholes)
 
 
 class Arguments(Struct):
     """Declares `struct Args` of a kernel: pointers, followed by all other values that change between launches."""
 
     def __init__(self, kernel: str, /, **fields: Field) -> None:
+        self._describe(kernel, fields)
+        if kernel in _declared:
+            raise ValueError(f"{kernel}: the arguments of a kernel are declared once")
+        _declared[kernel] = self
+
+    def _describe(self, kernel: str, fields: Mapping[str, Field]) -> None:
         super().__init__("Args", "What changes from launch to launch.", **fields)
         self.kernel = kernel
         self.pointer_names = [key for key, field in fields.items() if field.type in (POINTER, CONST_POINTER)]
         if list(fields)[: len(self.pointer_names)] != self.pointer_names:
             raise ValueError(f"{kernel}: the pointers of a kernel come before its other arguments")
-        if kernel in _declared:
-            raise ValueError(f"{kernel}: the arguments of a kernel are declared once")
-        _declared[kernel] = self
+
+    @cache  # noqa: B019 - declarations live as long as the program
+    def with_tail(self, wholes: int) -> Arguments:
+        """Returns these arguments and the operands of a tail with this many whole tensors (device/epilogue.cuh).
+
+        Every argument keeps its place among the pointers or among the others, and the new ones follow.
+        """
+        own = self.fields
+        pointers = {key: own[key] for key in self.pointer_names}
+        others = {key: field for key, field in own.items() if key not in pointers}
+        names = tail_pointers(wholes)
+        made = Arguments.__new__(Arguments)
+        made._describe(
+            self.kernel,
+            {
+                **pointers,
+                names[0]: CONST_POINTER("Vectors of the tail: [vector][batch item][channel], or null."),
+                **{name: CONST_POINTER("A tensor of the tail with y's shape and strides.") for name in names[1:]},
+                **others,
+                "tail": TAIL_SIZES("How the vectors of the tail lie in memory."),
+            },
+        )
+        return made
 
     def pointers(self, **operands: str) -> tuple[str, ...]:
         """Returns the operands of a launch's pointers in the order of the struct, with "null" for a null pointer."""
@@ -211,6 +241,27 @@ class Arguments(Struct):
         structs = "".join(each.definition for each in self.generated)
         check = f'static_assert(sizeof(Args) == {self.size}, "Python and C++ lay out Args alike");\n'
         return f"{includes}namespace tconv3d {{\n{structs}{check}}}  // namespace tconv3d\n"
+
+
+TAIL = "kTailWholes"  # the constant of kernels whose epilogue has operands: the number of whole tensors
+
+
+def tail_pointers(wholes: int) -> tuple[str, ...]:
+    """Returns the names of the operands of an epilogue: its vectors, and so many whole tensors."""
+    return ("tail_vectors", *(f"tail_whole_{i}" for i in range(wholes)))
+
+
+def with_tail(launch: Launch, vectors: int, wholes: int, batch: int, channels: int) -> Launch:
+    """Returns a launch whose epilogue has operands; the launch has all other arguments already."""
+    if not any(name == "Epilogue" for name, _ in launch.constants):
+        return launch
+    names = tail_pointers(wholes)
+    return replace(
+        launch,
+        constants=(*launch.constants, (TAIL, wholes)),
+        pointers=(*launch.pointers, names[0] if vectors else "null", *names[1:]),
+        scalars=launch.scalars + TAIL_SIZES.write({"pitch": batch * channels, "channels": channels}),
+    )
 
 
 # ---- Types that kernels share.
@@ -255,6 +306,12 @@ def fields_per_axis(name: str, make: Callable[[str], Field], comment: str) -> di
     return {f"{name}_{axis}": make(comment.format(axis)) for axis in "dhw"}
 
 
+TAIL_SIZES = Struct(
+    "TailSizes",
+    "How the vectors of a tail lie in memory.",
+    pitch=INT64("Elements from one vector to the next: batch items times channels."),
+    channels=INT32("Output channels of all groups."),
+)
 STRIDES = Struct(
     "Strides",
     "The strides of a 5-D tensor in elements.",

@@ -5,6 +5,10 @@ multiply-adds. The rates of a kernel on a GPU are data (`rates/<gpu>.json`), fit
 calibrate`. A GPU without measured rates uses the rates of the reference GPU, scaled by memory bandwidth, by the rates
 of its tensor cores and multiply-adds, and by its number of multiprocessors.
 
+A kernel that nobody has measured yet may have rates that were derived from those of a similar kernel
+(`rates/derived/<gpu>.json`, which says from which and how). They count until the kernel is measured, at a price above
+the predicted time.
+
 A prediction is not exact. The file also says how far the predictions of a kernel were from the measured times.
 
 The constants of a family's model that were measured on the reference GPU are data too (`models/<gpu>.json`), with the
@@ -14,6 +18,7 @@ unit and the origin of each.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isinf
@@ -25,8 +30,11 @@ from .gpus import GPUS, Gpu
 from .problem import Device, Pass, Problem
 
 DIRECTORY = Path(__file__).with_name("rates")
+DERIVED = DIRECTORY / "derived"
 MODELS = Path(__file__).with_name("models")
+MODEL_FILE = "TCONV3D_MODEL_FILE"  # environment variable: a file of constants in place of the folder's, to try others
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
+DERIVED_SURCHARGE = 1.2  # price over predicted time of a kernel with derived rates, unless these say another
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
 # Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
 # microsecond, half the memory bandwidth of 4.27 MB/us, and 78 us for 1e9 products, half the float32 rate.
@@ -84,9 +92,13 @@ def rates_of(kernel: str, kind: str, device: Device, tensor_cores: bool = True) 
 
 
 def _fitted(name: str, kernel: str, kind: str) -> dict[str, Any] | None:
-    """Returns what is stored for a kernel on a GPU: the fit to times of this kind, else the fit to all its times."""
-    kinds: dict[str, dict[str, Any]] = measured(name).get(kernel, {})
-    return kinds.get(kind) or kinds.get("any")
+    """Returns what is stored for a kernel on a GPU: the fit to times of this kind, else the fit to all its times.
+
+    Derived rates stand in for a kind, or for a kernel, that has no measured times.
+    """
+    kinds, others = measured(name).get(kernel, {}), derived(name).get(kernel, {})
+    found: dict[str, Any] | None = kinds.get(kind) or others.get(kind) or kinds.get("any") or others.get("any")
+    return found
 
 
 def has_rates(kernel: str, kind: str, device: Device) -> bool:
@@ -97,13 +109,16 @@ def has_rates(kernel: str, kind: str, device: Device) -> bool:
 
 
 def surcharge(kernel: str, device: Device) -> float:
-    """Returns the factor from a kernel's predicted time to its price: infinite if nobody has measured the kernel.
+    """Returns the factor from a kernel's predicted time to its price: infinite if the kernel has no rates.
 
-    A kernel that was never measured wins only if it is timed on the caller's tensors, or if no other takes the call.
+    A kernel without rates wins only if it is timed on the caller's tensors, or if no other takes the call.
     """
     gpu = gpus.known(device)
     name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
-    return 1.0 if kernel in measured(name) else inf
+    if kernel in measured(name):
+        return 1.0
+    found = derived(name).get(kernel)
+    return inf if found is None else float(found.get("any", {}).get("surcharge", DERIVED_SURCHARGE))
 
 
 def calibrated(device: Device) -> bool:
@@ -162,8 +177,19 @@ def measured(name: str) -> dict[str, Any]:
     return rates
 
 
+@lru_cache(maxsize=16)
+def derived(name: str) -> dict[str, Any]:
+    """Returns derived rates for a GPU, by kernel and kind; empty if there are none."""
+    path = DERIVED / f"{name.lower().replace(' ', '-')}.json"
+    if not path.is_file():
+        return {}
+    rates: dict[str, Any] = json.loads(path.read_text())["kernels"]
+    return rates
+
+
 def model_constants(family: str) -> dict[str, dict[str, float]]:
     """Returns the values of the constants of a family's model, by section and name, on the reference GPU."""
-    sections = json.loads((MODELS / f"{REFERENCE.lower()}.json").read_text())[family]
+    path = os.environ.get(MODEL_FILE) or MODELS / f"{REFERENCE.lower()}.json"
+    sections = json.loads(Path(path).read_text())[family]
     sections.pop("origins")
     return {name: {key: each["value"] for key, each in found.items()} for name, found in sections.items()}

@@ -158,6 +158,8 @@ def folded(problem: Problem) -> Folded | None:
 
 def why_not(problem: Problem, device: Device) -> str | None:
     found = folded(problem)
+    if problem.has_operands:
+        return "what follows the convolution reads tensors that are not folded"
     if found is None:
         return "the weight is neither contiguous nor channels-last"
     if found.channels > MOST_CHANNELS:

@@ -126,7 +126,8 @@ def weight_with_bias(
     if refusal := why_not(problem, device):
         return [Refusal(kernel, passes, refusal)]
     make = partial(plan, problem, device)
-    return [Offer(kernel, passes, problem, device, partial(work, problem, device), make)]
+    factor = calibration.surcharge(kernel, device)
+    return [Offer(kernel, passes, problem, device, partial(work, problem, device), make, surcharge=factor)]
 
 
 Cover: TypeAlias = tuple[Offer, ...]

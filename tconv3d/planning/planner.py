@@ -19,6 +19,8 @@ from types import ModuleType
 
 from ..families.depthwise import lines as depthwise_lines_planner
 from ..families.depthwise import planner as depthwise_planner
+from ..families.depthwise import tiles as depthwise_tiles_planner
+from ..families.depthwise import tiles_weight_grad as depthwise_tiles_weight_grad_planner
 from ..families.direct import planner as direct_planner
 from ..families.few_channels import inputs as few_inputs_planner
 from ..families.few_channels import outputs as few_outputs_planner
@@ -37,7 +39,8 @@ from ..families.weight_grad import hopper as hopper_weight_grad_planner
 from ..families.weight_grad import rows as rows_weight_grad_planner
 from ..families.weight_grad import via_contiguous as turned_planner
 from ..families.weight_grad import warps as weight_grad_planner
-from . import folding, repertoire
+from . import aligning, folding, repertoire
+from .arguments import with_tail
 from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
@@ -61,6 +64,8 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("rows_weight_grad", rows_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),
     ("mma", mma_planner),
+    ("depthwise_tiles", depthwise_tiles_planner),
+    ("depthwise_tiles_weight_grad", depthwise_tiles_weight_grad_planner),
     ("depthwise_lines", depthwise_lines_planner),
     ("depthwise", depthwise_planner),
     ("direct", direct_planner),
@@ -123,6 +128,8 @@ def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answe
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
     found += folding.answers(wanted, device, taken, _in_turn)
+    if limit is None:
+        found += aligning.answers(wanted, device, taken, _in_turn)
     return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
 
 
@@ -165,15 +172,27 @@ def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
     """Returns the plans of a cover in the order in which they run; `Plan.passes` names the passes of each."""
     order, problem = list(Pass), next(iter(wanted.values()))
     plans = sorted((offer.plan() for offer in cover), key=lambda plan: order.index(plan.passes[0]))
+    if problem.has_operands:
+        plans = [_with_operands(plan, problem) for plan in plans]
     if problem.norm and not plans[0].aten:
         return [norm_planner.with_statistics(plan, problem, device) for plan in plans]
     return plans
 
 
+def _with_operands(plan: Plan, problem: Problem) -> Plan:
+    """Returns a plan whose launches also get the operands of the problem's tail."""
+    sizes = problem.tail_vectors, problem.tail_wholes, problem.batch, problem.geometry.out_channels
+    return replace(
+        plan,
+        launches=tuple(with_tail(launch, *sizes) for launch in plan.launches),
+        kept=None if plan.kept is None else _with_operands(plan.kept, problem),
+    )
+
+
 def meeting(wanted: Wanted, device: Device) -> AbstractContextManager[None]:
     """Tells the repertoire which layer and volume are planned; forward pass and gradients count as two layers."""
     problem = next(iter(wanted.values()))
-    layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
+    layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, problem.loose, device)
     return repertoire.meeting(layer, (problem.batch, problem.input_size))
 
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import prod
+from math import gcd, prod
 
 from .geometry import Geometry, Triple
 from .launch import Launch
 
 Strides = tuple[int, ...]  # (n, c, d, h, w), in elements
+
+# Which products of float32 tensors may be rounded to TF32: none, those of layers that PyTorch rounds to TF32, or all.
+NO_TF32, TF32_AS_PYTORCH, TF32 = 0, 1, 2
+# With stride 1, PyTorch computes groups of 12 and more channels in TF32, groups of 6 and fewer in float32 (measured
+# on an H200, docs/numerics.md). Nobody has measured the sizes in between, which are computed in float32 here.
+WIDE_GROUP = 12
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -56,6 +62,16 @@ class Norm:
     eps: float
 
 
+def float32_in_pytorch(geometry: Geometry) -> bool:
+    """Returns whether PyTorch computes a layer in float32 although TF32 is allowed.
+
+    This is the one place that knows the rule: layers with groups that are strided or narrow. docs/numerics.md says
+    which measurements it follows from, and what is not known.
+    """
+    narrow = min(geometry.in_per_group, geometry.out_per_group) < WIDE_GROUP
+    return geometry.groups > 1 and (max(geometry.stride) > 1 or narrow)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Describes one pass of one layer over tensors of known size, type and strides.
@@ -74,18 +90,46 @@ class Problem:
     output: Strides
     bias: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
+    loose: bool = False  # float32 products are not rounded to TF32, but a relative error of up to 1e-6 is allowed
     aligned: bool = True  # addresses of the tensors among x and dy that the pass reads are multiples of 16 bytes
     weight_aligned: bool = True  # the address of the weight, if it is read, is a multiple of 16 bytes
     relu: bool = False  # the forward pass stores the ReLU of its result
     tail: str = ""  # C++ name of the expression of its result that the forward pass stores (device/expressions.cuh)
+    tail_vectors: int = 0  # vectors, numbers for each channel of a batch item, that the tail reads
+    tail_wholes: int = 0  # tensors of y's shape, type and strides that the tail reads
     norm: Norm | None = None  # the forward pass also computes the statistics of the values it stores
+
+    def allowing(self, tf32: int) -> Problem:
+        """Returns the problem in the precision that is due where PyTorch's switches allow TF32 or not.
+
+        `tf32` is NO_TF32, TF32_AS_PYTORCH or TF32. Who allows TF32 does not need the last bit, so that a layer that
+        PyTorch nevertheless computes in float32 may have an error of up to 1e-6.
+        """
+        if self.dtype != "float32" or self.which is Pass.BIAS_GRAD:
+            tf32 = NO_TF32
+        rounded = tf32 == TF32 or (tf32 == TF32_AS_PYTORCH and not float32_in_pytorch(self.geometry))
+        return replace(self, tf32=rounded, loose=tf32 != NO_TF32 and not rounded)
 
     @property
     def activation(self) -> str:
         """The C++ name of the epilogue in device/epilogue.cuh."""
+        if self.has_operands:
+            aligned = gcd(self.geometry.out_per_group, 16)
+            counts = f"{self.tail_vectors}, {self.tail_wholes}, {aligned}"
+            return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}>"
         if self.tail:
-            return f"tconv3d::Evaluated<{self.tail}>"
+            return f"tconv3d::Evaluated<{self.tail}, {self._rounded}>"
         return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
+
+    @property
+    def _rounded(self) -> str:
+        """Tells C++ whether products are of TF32 or 16-bit numbers."""
+        return "true" if self.item_bytes == 2 or (self.dtype == "float32" and self.tf32) else "false"
+
+    @property
+    def has_operands(self) -> bool:
+        """Tells whether the epilogue reads more than the sums."""
+        return self.tail_vectors + self.tail_wholes > 0
 
     @property
     def has_epilogue(self) -> bool:
@@ -114,7 +158,7 @@ class Problem:
         y = self.batch * g.out_channels * prod(self.output_size)
         w = g.in_channels * g.out_per_group * g.taps
         b = g.out_channels if self.bias else 0
-        moved = y + b if self.which is Pass.BIAS_GRAD else x + y + w + b
+        moved = y + b if self.which is Pass.BIAS_GRAD else x + y + w + b + self.tail_wholes * y
         return moved * self.item_bytes
 
 

@@ -21,6 +21,9 @@ from .scalars import INT32_MAX
 LONG_SUM = 32
 # Up to 64 terms each addition to a total is compensated for its rounding error, because PyTorch's own error is small.
 SHORT_SUM = 64
+# Where an error of up to 1e-6 is allowed (`Problem.loose`), sums of up to 128 terms are added term by term, with an
+# error of about 2e-7.
+LONG_LOOSE_SUM = 128
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Side:
     def chained(self) -> bool:
         """Tells whether sums are long enough to be computed as sums of partial sums, which takes more registers."""
         p = self.problem
-        return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
+        return p.dtype == "float32" and not p.tf32 and self.terms > (LONG_LOOSE_SUM if p.loose else LONG_SUM)
 
     @property
     def keeps_rest(self) -> bool:

@@ -32,8 +32,11 @@ def why_not(problem: Problem, device: Device, needed: tuple[int, int], in_halves
     return None
 
 
-def why_not_halves(terms: float) -> str | None:
-    """Returns why sums of `terms` products must not use three TF32 products for each, or None if they may."""
-    if terms < STRICT_TERMS:
+def why_not_halves(terms: float, loose: bool = False) -> str | None:
+    """Returns why sums of `terms` products must not use three TF32 products for each, or None if they may.
+
+    `loose` (`Problem.loose`): three TF32 products are always exact enough.
+    """
+    if terms < STRICT_TERMS and not loose:
         return f"the error of three TF32 products is above that of multiply-adds in sums of {terms:.0f} terms"
     return None

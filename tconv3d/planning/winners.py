@@ -65,7 +65,7 @@ def key(wanted: Wanted, device: Device, offers: Sequence[Offer], versions: Seque
     volume = volume_kind(first.batch * prod(first.input_size))
     gpu = replace(device, workspace_bytes=0)
     choice = sorted((offer.kernel, [which.value for which in offer.passes]) for offer in offers)
-    settings = (layer, first.relu, first.norm, volume, gpu, choice)
+    settings = (layer, first.activation, first.norm, volume, gpu, choice)
     return cache.key("winner", sources.program(PLANNER), _kernels(), repr(settings), *versions)
 
 

@@ -93,7 +93,7 @@ def architecture(capability: tuple[int, int]) -> str:
 def translation_unit(kernel: str, constants: Constants) -> str:
     """Returns the source of one kernel with its constants as `Config`."""
     definitions = [_define(name, value) for name, value in constants]
-    taken = arguments.declared(kernel)
+    taken = arguments.declared(kernel, constants)
     return "\n".join(
         [
             *([taken.definitions.rstrip()] if taken else []),

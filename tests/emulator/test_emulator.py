@@ -462,7 +462,7 @@ def test_without_a_compiler_the_error_says_what_to_install(
 
 
 def test_several_python_threads_at_once(make: Callable[..., Kernel]) -> None:
-    """The same kernel and another one, from several OS threads: each has its own shared memory."""
+    """Two kernels are launched from several OS threads: each launch has its own shared memory."""
     body = """
         __shared__ int s[64];
         for (int round = 0; round < 5; ++round) {

@@ -176,7 +176,7 @@ def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
 
 
 def test_the_kernels_themselves_pass(tmp_path: Path) -> None:
-    """The same layers, guards and way of loading, and no mutation."""
+    """Without a mutation, the layers and guards that catch mutants find nothing."""
     copy_headers(tmp_path / "kernels")
     with kernels_from(tmp_path / "kernels", DIRECT):
         for layer in dict.fromkeys(mutant.layer for mutant in MUTANTS.values()):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -174,10 +175,30 @@ def test_a_kernel_that_nobody_measured_wins_only_if_nothing_else_can() -> None:
     found = problem(SmallLayer(64, 96, (4, 5, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1)), Pass.WEIGHT_GRAD, "bfloat16")
     x, y = (2, 64, 4, 5, 9), (2, 96, *found.output_size)
     wanted = {found.which: replace(found, input=last(x), output=last(y))}
-    offers = {each.kernel: each for each in planner.answers(wanted, H200) if isinstance(each, Offer)}
+    with patch.object(calibration, "derived", return_value={}):
+        offers = {each.kernel: each for each in planner.answers(wanted, H200) if isinstance(each, Offer)}
+        taken = planner.taken(wanted, H200)
+    assert "rows_weight_grad" in offers and "rows_weight_grad" not in calibration.measured("H200")
     for kernel, offer in offers.items():
         assert (offer.price == inf) is (kernel not in calibration.measured("H200")), kernel
-    assert all(offer.kernel in calibration.measured("H200") for offer in planner.taken(wanted, H200))
+    assert all(offer.kernel in calibration.measured("H200") for offer in taken)
+
+
+def test_derived_rates_count_above_their_prediction_until_the_kernel_is_measured() -> None:
+    measured, derived = calibration.measured("H200"), calibration.derived("H200")
+    for kernel, kinds in derived.items():
+        for kind, found in kinds.items():
+            assert kind not in measured.get(kernel, {}), f"{kernel}, {kind}: drop what calibrate has measured"
+            assert found["origin"].startswith("derived from ")
+            assert rates_of(kernel, kind, H200) == found["rates"]
+            assert set(found["rates"]) <= set(TERMS) and min(found["rates"].values()) > 0
+    kernel = "rows_weight_grad"
+    assert calibration.surcharge(kernel, H200) == calibration.DERIVED_SURCHARGE > 1
+    with patch.object(calibration, "measured", return_value={kernel: {"any": {"rates": {"launches": 7.0}}}}):
+        calibration.rates_of.cache_clear()
+        assert calibration.surcharge(kernel, H200) == 1.0 and rates_of(kernel, "any", H200) == {"launches": 7.0}
+    calibration.rates_of.cache_clear()
+    assert calibration.derived("A100") == {} and rates_of(kernel, "any", A100) != calibration.DEFAULT
 
 
 def test_every_kernel_that_makes_offers_has_rates_or_an_infinite_price() -> None:
@@ -190,7 +211,9 @@ def test_every_kernel_that_makes_offers_has_rates_or_an_infinite_price() -> None
                 if offer.kernel not in counts_cycles:
                     counts_cycles[offer.kernel] = offer.work().cycles > 0
     assert len(counts_cycles) >= len(planner.FAMILIES)
-    table = calibration.measured("H200")
+    table = {kernel: dict(kinds) for kernel, kinds in calibration.measured("H200").items()}
+    for kernel, kinds in calibration.derived("H200").items():
+        table[kernel] = kinds | table.get(kernel, {})
     for kernel, counted in counts_cycles.items():
         assert kernel in table or calibration.surcharge(kernel, H200) == inf, kernel
         for kind, found in table.get(kernel, {}).items():

@@ -21,7 +21,7 @@ from tconv3d.planning.launch import Launch
 from tconv3d.planning.problem import Device, Plan
 from tconv3d.runtime import compiler
 from tconv3d.tools.bench.layers import LAYERS
-from tconv3d.tools.calibrate import _problems
+from tconv3d.tools.bench.problems import problems_of_layer
 from tconv3d.torch_ops import executor
 
 # Maximum shared memory per block in bytes, as CUDA's programming guide lists it by compute capability.
@@ -86,7 +86,7 @@ def part(gpu: Gpu, thorough: bool) -> Iterator[tuple[str, str, str]]:
 def test_plans_fit_the_gpu(name: str, pytestconfig: pytest.Config) -> None:
     device, found = GPUS[name].device, dict[tuple[str, str], Launch]()
     for layer, dtype, layout in part(GPUS[name], bool(pytestconfig.getoption("--thorough"))):
-        asked = _problems(LAYERS[layer], dtype, layout)
+        asked = problems_of_layer(LAYERS[layer], dtype, layout)
         for plan in (planner.plan(asked[0], device), planner.plan_gradients(tuple(asked[1:]), device)):
             for launch in launches(plan):
                 fits(launch, device)

@@ -23,7 +23,7 @@ Choose = Callable[[int], int | None]
 
 
 def family(misfits: Callable[[int, int], bool] = lambda choice, size: False) -> Choose:
-    """Of layers whose volumes and builds are numbers: those that are near fit best."""
+    """A repertoire whose volumes and builds are numbers: a build fits best the volumes near it."""
     found = Repertoire[str, int, int]()
 
     def cost(choice: int, size: int, most: float) -> float:

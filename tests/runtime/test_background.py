@@ -51,7 +51,7 @@ compiler._build = build
 
 
 def problems(of: Layer, batch: int, size: tuple[int, int, int], last: bool = False) -> tuple[Problems, Problems]:
-    """Of the forward pass, and of the backward pass."""
+    """Returns the problems of the forward pass and those of the backward pass."""
     x = torch.empty(batch, of.in_channels, *size, device="meta")
     x = x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
     forward, *gradients = problems_of(*call_of(of.module(device="meta"), x))  # type: ignore[arg-type]

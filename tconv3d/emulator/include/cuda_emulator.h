@@ -342,6 +342,8 @@ double sin(double) noexcept;
 double cos(double) noexcept;
 double pow(double, double) noexcept;
 }
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 

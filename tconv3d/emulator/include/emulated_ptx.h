@@ -61,6 +61,10 @@ inline float max_or_nan(float a, float b) {
   if (a != a || b != b) return bits_to_float(0x7FFFFFFFu);
   return a > b ? a : b;
 }
+inline float min_or_nan(float a, float b) {
+  if (a != a || b != b) return bits_to_float(0x7FFFFFFFu);
+  return a < b ? a : b;
+}
 
 inline void add_keeping_rest(float& total, float& term, float scale) {
   const float most = 0x1p104f, sum = __builtin_fmaf(term, scale, total),
