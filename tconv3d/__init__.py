@@ -20,6 +20,7 @@ from .torch_ops.backend import current_backend, use_backend
 from .torch_ops.choosing import measure_offers
 from .torch_ops.decompositions import decompositions
 from .torch_ops.kept import keep_weights
+from .torch_ops.problems import allow_tf32_in_groups
 
 __all__ = [
     "ConvTranspose3d",
@@ -33,6 +34,7 @@ __all__ = [
     "SwapReport",
     "Tuned",
     "accelerate",
+    "allow_tf32_in_groups",
     "compile_ahead",
     "conv_transpose3d",
     "conv_transpose3d_relu",

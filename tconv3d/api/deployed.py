@@ -24,7 +24,7 @@ from ..planning.launch import Launch
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
 from ..runtime import background
 from ..torch_ops import choosing, executor
-from ..torch_ops.problems import DTYPES
+from ..torch_ops.problems import DTYPES, tf32_level
 from . import fusing, survey
 from .explain import Call, activation, call_of, checked_layer, problems_of
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
@@ -240,7 +240,7 @@ def _with_tf32(problems: list[Problem], tf32: bool | None) -> list[Problem]:
     """Returns the problems with TF32 or without, or as they are for None; sums for the bias know no TF32."""
     if tf32 is None:
         return problems
-    return [each if each.which is Pass.BIAS_GRAD else replace(each, tf32=tf32) for each in problems]
+    return [each if each.which is Pass.BIAS_GRAD else each.allowing(tf32_level(tf32)) for each in problems]
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -181,6 +181,13 @@ def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
     return found.device, found
 
 
+def _precision(problem: Problem) -> str:
+    """Says in words how exact the products are."""
+    if problem.loose:
+        return "float32 products: TF32 is allowed, but PyTorch computes layers with such groups in float32"
+    return "TF32 products allowed" if problem.tf32 else f"{problem.dtype} products"
+
+
 def _explain(
     input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, found: tuple[Device, Gpu | None]
 ) -> Explanation:
@@ -195,7 +202,7 @@ def _explain(
         input_shape=tuple(input.shape),
         output_shape=output_shape,
         dtype=dtype,
-        precision="TF32 products allowed" if problems[0].tf32 else f"{dtype} products",
+        precision=_precision(problems[0]),
         layout="channels_last_3d" if pytorch_ops.suggests_channels_last(input) else "contiguous",
         gpu=f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})",
         ceilings="not known" if gpu is None else f"{gpu.copy} TB/s, {gpu.source}",
@@ -329,6 +336,8 @@ def _price(offer: Offer, taken: Offer) -> str:
         return text
     if isinf(offer.surcharge):
         return f"{text}; it is not taken by prediction, because nobody has measured it on this GPU"
+    if offer.kernel != PYTORCH:
+        return f"{text} by rates derived from another kernel's; it is taken if {offer.price:.3g} us is the least"
     return (
         f"{text}; its predictions are right within a factor of {offer.surcharge:.2g}, and it is taken if that is less"
     )

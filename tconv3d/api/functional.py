@@ -61,8 +61,8 @@ def conv_transpose3d_relu(
     convolution = convolution_of(stride, padding, output_padding, groups, dilation)
     check_rank(input, weight)
     if input.dim() == 4:
-        return fused_ops.conv_transpose3d_relu(input.unsqueeze(0), weight, bias, convolution).squeeze(0)
-    return fused_ops.conv_transpose3d_relu(input, weight, bias, convolution)
+        return ops.conv_transpose3d(input.unsqueeze(0), weight, bias, convolution, relu=True).squeeze(0)
+    return ops.conv_transpose3d(input, weight, bias, convolution, relu=True)
 
 
 def conv_transpose3d_relu_group_norm(

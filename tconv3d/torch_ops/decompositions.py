@@ -15,7 +15,7 @@ from torch import Tensor
 from ..planning.geometry import Triple
 from . import pytorch_ops
 from .flops import when_imported
-from .ops import settings_of
+from .registration import settings_of
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:

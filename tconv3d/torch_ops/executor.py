@@ -28,7 +28,7 @@ from . import choosing, kept, problems, pytorch_ops
 from .backend import Backend, current_backend
 from .checks import Convolution
 from .choosing import Settings
-from .problems import Asked, Layout, OperandAddresses, tf32_of
+from .problems import Asked, Layout, OperandAddresses, Tail, tf32_of
 from .pytorch_ops import statistics_dtype
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
@@ -205,20 +205,20 @@ def forward(
     convolution: Convolution,
     relu: bool = False,
     keep: bool = False,
-    tail: str = "",
+    tail: Tail | None = None,
     window: bool = False,
 ) -> Tensor:
     """Computes input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] -> [N, C_out, ...].
 
-    `keep`: no gradient is wanted, so that the packed weight may be kept. `tail`: the C++ name of an expression of the
-    result (device/expressions.cuh); a call with one may raise `planner.Refused`. `window`: padding and output padding
-    may be any integers (`Axis.window`).
+    `keep`: no gradient is wanted, so that the packed weight may be kept. `tail`: what the kernel computes of the
+    result; a call with one may raise `planner.Refused`. `window`: padding and output padding may be any integers
+    (`Axis.window`).
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
         task = _forward_task(input, x, weight, w, bias, convolution, relu, None, keep, tail, window)
     except planner.Refused as refusal:
-        if tail:
+        if tail is not None:
             raise
         _leave(refusal)
         return pytorch_ops.forward(input, weight, bias, convolution, relu)
@@ -226,7 +226,8 @@ def forward(
         return pytorch_ops.forward(input, weight, bias, convolution, relu)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    return _one(task.run(input, (x, w, _address(bias)), weight, keep))
+    operands = (x, w, _address(bias)) if tail is None else (x, w, _address(bias), *tail.addresses)
+    return _one(task.run(input, operands, weight, keep))
 
 
 def _one(results: list[Tensor | None]) -> Tensor:
@@ -243,17 +244,17 @@ def forward_with_statistics(
     eps: float,
     convolution: Convolution,
     keep: bool = False,
-    tail: str = "",
+    tail: Tail | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the ReLU of the forward pass, and its statistics [2, N, groups]: means and reciprocal deviations.
 
-    `tail`: an expression that takes the place of the ReLU; a call with one may raise `planner.Refused`.
+    `tail`: what takes the place of the ReLU; a call with one may raise `planner.Refused`.
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, not tail, Norm(groups, eps), keep, tail)
+        task = _forward_task(input, x, weight, w, bias, convolution, tail is None, Norm(groups, eps), keep, tail)
     except planner.Refused as refusal:
-        if tail:
+        if tail is not None:
             raise
         _leave(refusal)
         return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
@@ -265,7 +266,8 @@ def forward_with_statistics(
     statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    operands = (x, w, _address(bias), 0, result.data_ptr(), statistics.data_ptr())
+    further = () if tail is None else tail.addresses
+    operands = (x, w, _address(bias), *further, 0, result.data_ptr(), statistics.data_ptr())
     task.launch(input, operands, weight, keep)
     return result, statistics
 
@@ -280,7 +282,7 @@ def _forward_task(
     relu: bool,
     norm: Norm | None,
     keep: bool,
-    tail: str = "",
+    tail: Tail | None = None,
     window: bool = False,
 ) -> Task:
     """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight.
@@ -290,13 +292,13 @@ def _forward_task(
     """
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
     settings = choosing.circumstances(input.is_cuda)
-    if tail or window:
+    if tail is not None or window:
         settings = settings[0], False
     # Written out instead of by `_key` and `_kind`, because every call makes this key: calling them takes 0.5 us.
     key = (
         Pass.FORWARD, input.dtype, input.device, tf32_of(input), settings, input.shape, input.stride(), x % 16,
         weight.shape, weight.stride(), w % 16, weight.dtype, weight.device, kind, convolution, relu, norm,
-        tail, window,
+        None if tail is None else tail.kind, window,
     )  # fmt: skip
     task = _tasks.get(key)
     if task is not None:
@@ -304,6 +306,10 @@ def _forward_task(
     at = OperandAddresses(x, w)
     problem, layout = problems.forward(input, weight, bias, convolution, at, relu, norm, tail, window)
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
+    dense = None if bias is None else bias.contiguous()
+    addresses: Addresses = (x, w, _address(dense))
+    if tail is not None:
+        names, addresses = tail.among(names), (*addresses, *tail.addresses)
     statistics = None if norm is None else ((2, input.shape[0], norm.groups), statistics_dtype(input.dtype))
 
     def theirs() -> object:
@@ -311,8 +317,7 @@ def _forward_task(
             return pytorch_ops.forward(input, weight, bias, convolution, relu)
         return pytorch_ops.forward_with_statistics(input, weight, bias, norm.groups, norm.eps, convolution)
 
-    dense = None if bias is None else bias.contiguous()
-    trials = Trials(names, (layout,), input, (x, w, _address(dense)), keep, statistics)
+    trials = Trials(names, (layout,), input, addresses, keep, statistics)
     return _decide(key, {problem.which: problem}, trials, theirs, settings)
 
 
@@ -382,41 +387,35 @@ def _nothing(operands: Addresses, stream: int) -> None:
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
-    dy, w = grad_output.data_ptr(), weight.data_ptr()
-    settings = choosing.circumstances(grad_output.is_cuda)
-    key = _key(Pass.INPUT_GRAD, grad_output, dy, settings, _kind(weight, w), input_size, convolution)
-    task = _tasks.get(key)
-    if task is None:
-        at = OperandAddresses(weight=w, dy=dy)
-        asked = problems.input_grad(grad_output, weight, input_size, convolution, at)
-        theirs = functools.partial(pytorch_ops.input_grad, grad_output, weight, input_size, convolution)
-        try:
-            task = _gradient_task(key, asked, grad_output, (dy, w), theirs, settings)
-        except planner.Refused as refusal:
-            _leave(refusal)
-            return theirs()
-    if task.theirs:
-        return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
-    return _one(task.run(grad_output, (dy, w), weight))
+    return _gradient(Pass.INPUT_GRAD, grad_output, weight, input_size, convolution)
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
-    dy, x = grad_output.data_ptr(), input.data_ptr()
+    return _gradient(Pass.WEIGHT_GRAD, grad_output, input, kernel, convolution)
+
+
+def _gradient(which: Pass, grad_output: Tensor, other: Tensor, size: Triple, convolution: Convolution) -> Tensor:
+    """Computes one gradient. `other` is the weight for the input's gradient, and the input for the weight's."""
+    dy, address = grad_output.data_ptr(), other.data_ptr()
     settings = choosing.circumstances(grad_output.is_cuda)
-    key = _key(Pass.WEIGHT_GRAD, grad_output, dy, settings, _kind(input, x), kernel, convolution)
+    key = _key(which, grad_output, dy, settings, _kind(other, address), size, convolution)
     task = _tasks.get(key)
+    of_input = which is Pass.INPUT_GRAD
+    theirs = pytorch_ops.input_grad if of_input else pytorch_ops.weight_grad
     if task is None:
-        asked = problems.weight_grad(grad_output, input, kernel, convolution, OperandAddresses(x, dy=dy))
-        theirs = functools.partial(pytorch_ops.weight_grad, grad_output, input, kernel, convolution)
+        problem = problems.input_grad if of_input else problems.weight_grad
+        at = OperandAddresses(weight=address, dy=dy) if of_input else OperandAddresses(address, dy=dy)
+        asked = problem(grad_output, other, size, convolution, at)
+        run = functools.partial(theirs, grad_output, other, size, convolution)
         try:
-            task = _gradient_task(key, asked, grad_output, (dy, x), theirs, settings)
+            task = _gradient_task(key, asked, grad_output, (dy, address), run, settings)
         except planner.Refused as refusal:
             _leave(refusal)
-            return theirs()
+            return run()
     if task.theirs:
-        return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
-    return _one(task.run(grad_output, (dy, x)))
+        return theirs(grad_output, other, size, convolution)
+    return _one(task.run(grad_output, (dy, address), other if of_input else None))
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:

@@ -1,99 +1,54 @@
-"""Registers the fused operators with PyTorch: the convolution with ReLU, and the convolution with ReLU and GroupNorm.
+"""Registers the fused operators with PyTorch: the convolution with ReLU and GroupNorm, and its steps.
 
-- `conv_transpose3d_relu` is one kernel. The backward pass masks the gradient, then runs the convolution's.
-- `conv_transpose3d_relu_group_norm` has two steps: the convolution with ReLU and statistics, then normalizing. If no
-  gradient is recorded, the second step works in place. Otherwise each step is a node of autograd's graph, so that the
-  tensors saved by the second step are freed before the first step computes gradients.
+`conv_transpose3d_relu_group_norm` has two steps: the convolution with ReLU and statistics, then normalizing. If no
+gradient is recorded, the second step works in place. Otherwise each step is a node of autograd's graph, so that the
+tensors saved by the second step are freed before the first step computes gradients.
 
 Second derivatives of the norm use PyTorch's formulas.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..families.norm.planner import Wanted
-from . import batching, executor, flops, norm_executor, pytorch_ops, subclasses
+from . import batching, executor, flops, norm_executor, pytorch_ops
 from .backend import current_backend, use_backend
+from .casting import cast_operand
 from .checks import Convolution, number
-from .ops import (
-    LIBRARY,
+from .dispatch import (
     below_autograd,
-    cast_operand,
-    dispatched_in_forward_mode,
-    fake_forward,
-    gradients_of,
     in_forward_mode,
     is_plain,
     named_call,
     needed_gradients,
-    register,
-    save_for_forward,
-    settings_of,
-    tangent_of,
-    tangents_of,
+    recording,
     unchanged,
     unobserved,
-    wanted_gradients,
-    why_not_ours,
 )
+from .ops import conv_transpose3d, fake_forward, gradients_of, why_not_ours
 from .pytorch_ops import statistics_dtype
+from .registration import LIBRARY, register, register_derivatives
 
 Wants = tuple[bool, bool, bool]  # which gradients of the norm are wanted, with the fields of `Wanted` in order
 
 
-def _recording(*tensors: Tensor | None) -> bool:
-    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return (wanted and torch.is_grad_enabled()) or in_forward_mode()
+class Block(NamedTuple):
+    """The arguments of the convolution with ReLU and GroupNorm."""
 
-
-# ---- ReLU
-
-
-def _relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
-    if why_not_ours(input) is None:
-        return executor.forward(input, weight, bias, convolution, relu=True)
-    return pytorch_ops.forward(input, weight, bias, convolution, relu=True)
-
-
-class _Relu(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
-    ) -> Tensor:
-        if alone:
-            result = executor.forward(input, weight, bias, convolution, relu=True)
-        else:
-            with below_autograd():
-                result = torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
-        # Only tensors that a wanted gradient needs are saved. The result is saved, because it is the ReLU's mask.
-        kept = input if weight.requires_grad else None, weight if input.requires_grad else None
-        ctx.save_for_backward(*kept, result)
-        ctx.call = input.shape, weight.shape, convolution, current_backend()
-        save_for_forward(ctx, alone, input, weight, result)
-        return result
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
-        input, weight, result = ctx.saved_tensors
-        with tangents_of():
-            found = tangent_of(input, weight, dx, dw, db, ctx.call[2])
-            return None if found is None else torch.ops.aten.threshold_backward(found, result, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 5
-        input, weight, result = ctx.saved_tensors
-        passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
-        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None
-
-
-register("conv_transpose3d_relu", _relu, _Relu, fake_forward, tensors=3, extra=0)
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    groups: int
+    eps: float
+    dtype: torch.dtype  # type of the result
+    convolution: Convolution
 
 
 # ---- ReLU and GroupNorm by this library's kernels or by PyTorch's operators
@@ -128,40 +83,22 @@ def _gradient(
     return pytorch_ops.norm_gradient(grad, input, statistics, weight, parameters, wanted)
 
 
-def _block(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    convolution: Convolution,
-) -> Tensor:
+def _block(*arguments: Any) -> Tensor:
     """Runs the whole block without recording gradients."""
-    if why_not_ours(input) is None:
-        return _ours(input, weight, bias, norm_weight, norm_bias, groups, eps, dtype, convolution)
-    result, statistics = _statistics(input, weight, bias, groups, eps, convolution)
-    return _normalize(result, statistics, norm_weight, norm_bias, dtype)
+    call = Block(*arguments)
+    if why_not_ours(call.input) is None:
+        return _ours(call)
+    result, statistics = _statistics(call.input, call.weight, call.bias, call.groups, call.eps, call.convolution)
+    return _normalize(result, statistics, call.norm_weight, call.norm_bias, call.dtype)
 
 
-def _ours(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    convolution: Convolution,
-    keep: bool = False,
-) -> Tensor:
+def _ours(call: Block, keep: bool = False) -> Tensor:
     """Runs the block on this library's kernels without gradients, normalizing in place if the types allow it."""
-    result, statistics = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution, keep)
-    out = result if result.dtype is dtype else None
-    return norm_executor.normalize(result, statistics, norm_weight, norm_bias, out, dtype)
+    result, statistics = executor.forward_with_statistics(
+        call.input, call.weight, call.bias, call.groups, call.eps, call.convolution, keep
+    )
+    out = result if result.dtype is call.dtype else None
+    return norm_executor.normalize(result, statistics, call.norm_weight, call.norm_bias, out, call.dtype)
 
 
 # ---- autograd, with one node for each step
@@ -333,95 +270,51 @@ def _fake_gradient(
     )
 
 
-def _register_step(name: str, implementation: Any, fake: Any, settings: bool) -> None:
-    """Registers one step without a derivative: steps run below autograd, or in a backward pass."""
-
-    def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not settings:
-            return arguments
-        return (*arguments[:-5], settings_of(arguments[-5:]))
-
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, lambda *a: implementation(*split(a)), key)
-    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=LIBRARY)
+def _fake_block(*arguments: Any) -> Tensor:
+    call = Block(*arguments)
+    return fake_forward(call.input, call.weight, call.bias, call.convolution).to(call.dtype)
 
 
-_register_step("conv_transpose3d_relu_statistics", _statistics, _fake_statistics, settings=True)
-_register_step("normalize", _normalize, _fake_normalize, settings=False)
-_register_step("relu_group_norm_grad", _gradient, _fake_gradient, settings=False)
+def _cast_block(arguments: tuple[Any, ...], device_type: str) -> list[Any]:
+    """Casts as PyTorch's autocast does for the layers: the norm runs in float32 on CUDA, uncast on the CPU."""
+    lower = torch.get_autocast_dtype(device_type)
+    operands = [cast_operand(a, lower, device_type) for a in arguments[:3]]
+    norm, dtype = list(arguments[3:5]), operands[0].dtype  # type: ignore[union-attr]
+    if device_type == "cuda":
+        norm = [cast_operand(a, torch.float32, device_type) for a in norm]
+        dtype = torch.promote_types(dtype, torch.float32)
+    return [*operands, *norm, *arguments[5:7], dtype, *arguments[8:]]
 
 
-def _register_block() -> None:
-    name = "conv_transpose3d_relu_group_norm"
-    overload = torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default
-
-    def device(*arguments: Any) -> Tensor:
-        call: list[Any] = [*arguments[:8], settings_of(arguments[8:])]
-        return _block(*call)
-
-    def fake(*arguments: Any) -> Tensor:
-        input, weight, bias = arguments[:3]
-        return fake_forward(input, weight, bias, settings_of(arguments[8:])).to(arguments[7])
-
-    def autograd(*arguments: Any) -> Tensor:
-        subclasses.load()
-        if _recording(*arguments[:5]) or dispatched_in_forward_mode():
-            call: list[Any] = [*arguments[:8], settings_of(arguments[8:])]
-            return subclasses.recorded(_record_block(False, *call))
-        with torch._C._AutoDispatchBelowAutograd():
-            below: Tensor = overload(*arguments)
-            return below
-
-    def autocast(device_type: str) -> Any:
-        """Casts as PyTorch's autocast does for the layers: the norm runs in float32 on CUDA, uncast on the CPU."""
-
-        def cast(*arguments: Any) -> Tensor:
-            lower = torch.get_autocast_dtype(device_type)
-            key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
-            operands = [cast_operand(a, lower, device_type) for a in arguments[:3]]
-            norm, dtype = list(arguments[3:5]), operands[0].dtype  # type: ignore[union-attr]
-            if device_type == "cuda":
-                norm = [cast_operand(a, torch.float32, device_type) for a in norm]
-                dtype = torch.promote_types(dtype, torch.float32)
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-                casted: Tensor = overload(*operands, *norm, *arguments[5:7], dtype, *arguments[8:])
-                return casted
-
-        return cast
-
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, device, key)
-    LIBRARY.impl(name, autograd, "Autograd")
-    LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
-    LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
-    torch.library.register_fake(f"tconv3d::{name}", fake, lib=LIBRARY)
+def _record_block(alone: bool, call: Block) -> Tensor:
+    if in_forward_mode() or torch._C._are_functorch_transforms_active():
+        # The steps have derivatives of the first order in reverse alone. PyTorch's GroupNorm has all others.
+        result = conv_transpose3d(call.input, call.weight, call.bias, call.convolution, relu=True)
+        return F.group_norm(result.to(call.dtype), call.groups, call.norm_weight, call.norm_bias, call.eps)
+    constant = None if call.bias is None else call.bias.detach()  # the bias's gradient comes from the second step
+    steps = (_apply_statistics, _apply_normalize) if alone else (_Statistics.apply, _Normalize.apply)
+    result, statistics = steps[0](alone, call.input, call.weight, constant, call.groups, call.eps, call.convolution)
+    return steps[1](alone, result, statistics, call.norm_weight, call.norm_bias, call.bias, call.eps, call.dtype)
 
 
-_register_block()
+# The steps run below autograd or in a backward pass, so that they have no derivatives.
+register("conv_transpose3d_relu_statistics", _statistics, _fake_statistics)
+register("normalize", _normalize, _fake_normalize)
+register("relu_group_norm_grad", _gradient, _fake_gradient)
+register("conv_transpose3d_relu_group_norm", _block, _fake_block)
+register_derivatives(
+    "conv_transpose3d_relu_group_norm", lambda *arguments: _record_block(False, Block(*arguments)), _cast_block
+)
 batching.register(LIBRARY)
 flops.register()
 
 
-# ---- entry points
+# ---- entry point
 
 # `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
 # Calls under torch.func never get here: `unchanged` excludes them.
-_record_relu = super(torch.autograd.Function, _Relu).apply
-
-
-def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
-    """Runs the operator for tensors that this library's kernels take (see `ops.why_not_ours`)."""
-    if unchanged(input, weight, bias):
-        watched = torch._C._autograd._profiler_enabled()
-        if not _recording(input, weight, bias):
-            if watched:
-                arguments = input, weight, bias, convolution, True, True
-                shown = input, weight, bias, *convolution
-                return named_call("conv_transpose3d_relu", executor.forward, shown, *arguments)
-            return executor.forward(input, weight, bias, convolution, True, True)
-        if not watched:
-            return _record_relu(True, input, weight, bias, convolution)
-    return torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
+_apply_statistics = super(torch.autograd.Function, _Statistics).apply
+_apply_normalize = super(torch.autograd.Function, _Normalize).apply
 
 
 def conv_transpose3d_relu_group_norm(
@@ -438,40 +331,13 @@ def conv_transpose3d_relu_group_norm(
     operands = input, weight, bias, norm_weight, norm_bias
     settings = groups, number(eps, "eps"), input.dtype
     if unchanged(input, weight, bias) and all(each is None or is_plain(each) for each in operands[3:]):
+        call = Block(*operands, *settings, convolution)
         watched = torch._C._autograd._profiler_enabled()
-        if not _recording(*operands):
+        if not recording(*operands):
             if watched:
                 shown = *operands, groups, eps, None, *convolution
-                return named_call(
-                    "conv_transpose3d_relu_group_norm", _ours, shown, *operands, *settings, convolution, True
-                )
-            return _ours(*operands, *settings, convolution, True)
+                return named_call("conv_transpose3d_relu_group_norm", _ours, shown, call, True)
+            return _ours(call, True)
         if not watched:
-            return _record_block(True, *operands, *settings, convolution)
+            return _record_block(True, call)
     return torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default(*operands, *settings, *convolution)
-
-
-_record_statistics = super(torch.autograd.Function, _Statistics).apply
-_record_normalize = super(torch.autograd.Function, _Normalize).apply
-
-
-def _record_block(
-    alone: bool,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    convolution: Convolution,
-) -> Tensor:
-    if in_forward_mode() or torch._C._are_functorch_transforms_active():
-        # The steps have derivatives of the first order in reverse alone. PyTorch's GroupNorm has all others.
-        result = conv_transpose3d_relu(input, weight, bias, convolution)
-        return F.group_norm(result.to(dtype), groups, norm_weight, norm_bias, eps)
-    constant = None if bias is None else bias.detach()  # the gradient of the bias comes from the second step
-    steps = (_record_statistics, _record_normalize) if alone else (_Statistics.apply, _Normalize.apply)
-    result, statistics = steps[0](alone, input, weight, constant, groups, eps, convolution)
-    return steps[1](alone, result, statistics, norm_weight, norm_bias, bias, eps, dtype)

@@ -1,9 +1,9 @@
-"""Caches packed weights ("kept" packs) between calls without gradients, as long as the weight does not change.
+"""Caches packed weights ("kept" packs) and casts of parameters between calls without gradients.
 
-A weight is unchanged if tensor object, address, storage and version counter are the same; PyTorch increments the
-counter with every write. The first call with a version packs the weight into the workspace and is noted. The second
-call packs into memory that is kept, so that a weight used once costs no memory. A kept pack is used only on the
-stream that packed it.
+They are used as long as the weight does not change: tensor object, address, storage and version counter are the same.
+PyTorch increments the counter with every write. The first call with a version packs the weight into the workspace and
+is noted. The second call packs into memory that is kept, so that a weight used once costs no memory. A kept pack is
+used only on the stream that packed it.
 
 PyTorch does not count some writes: writes through `.data`, by fused optimizers, by `fully_shard`, by CUDA graphs and
 by other libraries. Therefore all packs are dropped when an optimizer steps or a layer switches between `train` and
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,11 @@ class Promise:
 
 def promise(weight: Tensor, address: int, place: Place, size: int) -> Promise | None:
     """Allocates memory for a pack from the second call with the same state on; None if it must not be kept."""
+    return promise_of(weight, address, place, lambda: _allocate(size, weight.device))
+
+
+def promise_of(weight: Tensor, address: int, place: Place, make: Callable[[], Tensor]) -> Promise | None:
+    """Calls `make` for the pack from the second call with the same state on; None if it must not be kept."""
     if not _enabled or weight.is_inference():  # inference tensors have no version counter
         return None
     storage = weight.untyped_storage()
@@ -126,7 +132,7 @@ def promise(weight: Tensor, address: int, place: Place, size: int) -> Promise | 
     if not apart or storage._cdata in _captured or torch.__future__.get_swap_module_params_on_conversion():
         return None
     try:
-        pack = _allocate(size, weight.device)
+        pack = make()
     except torch.OutOfMemoryError:
         return None
     return Promise(weight, state, place, (pack.data_ptr(), pack))

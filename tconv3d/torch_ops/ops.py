@@ -1,7 +1,8 @@
-"""Registers the operators with PyTorch: CPU, CUDA, fake, autograd and autocast implementations.
+"""Registers the operators of the convolution with PyTorch, and calls them for the rest of the package.
 
-The four operators are closed under differentiation: the derivative of each, in reverse and in forward mode, is a
-combination of the others, so second derivatives run on the same kernels.
+The operators are closed under differentiation: the derivative of each, in reverse and in forward mode, is a
+combination of the others, so second derivatives run on the same kernels. A ReLU behind the forward pass is part of
+its kernel; the backward pass masks the gradient first.
 
 The package calls the functions at the end of this file. They skip the dispatcher if nothing but autograd could
 observe the call, because dispatching through Python costs more than the launch. Under torch.func every call goes
@@ -10,28 +11,35 @@ through the dispatcher, which applies one transform after the other.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..planning.geometry import Triple
-from . import checks, executor, operators, pytorch_ops, subclasses
+from . import checks, executor, pytorch_ops, subclasses
 from .backend import Backend, current_backend, use_backend
+from .casting import autocast_type, cast_operand, casts, fresh_cast, kept_cast
 from .checks import Convolution
+from .dispatch import (
+    below_autograd,
+    device_type,
+    in_forward_mode,
+    named_call,
+    needed_gradients,
+    recording,
+    runs,
+    save_for_forward,
+    tangents_of,
+    unchanged,
+    unchanged_but_cast,
+    unobserved,
+)
 from .problems import DTYPES
 from .pytorch_ops import result_strides
-
-LIBRARY = operators.library()
-
-
-def settings_of(settings: tuple[Any, ...]) -> Convolution:
-    stride, padding, output_padding, groups, dilation = settings
-    return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
-
+from .registration import apply, register, register_derivatives
 
 # ---- choice of the implementation
 
@@ -77,30 +85,15 @@ def _unsupported(tensor: Tensor) -> str | None:
     return None
 
 
-def in_forward_mode() -> bool:
-    """Tells whether tensors may carry tangents (forward-mode AD), which only an `autograd.Function` can pass on."""
-    return forward_ad._current_level >= 0
-
-
-def dispatched_in_forward_mode() -> bool:
-    """Tells whether tensors of a call that came through the dispatcher may carry tangents.
-
-    PyTorch's compiler replays `torch.func.jvp` without `forward_ad`'s counter of levels.
-    """
-    if in_forward_mode():
-        return True
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp
-
-
 # ---- implementations by this library's kernels or by PyTorch's operator
 
 
-def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+def _forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
+) -> Tensor:
     if why_not_ours(input) is None:
-        return executor.forward(input, weight, bias, convolution)
-    return pytorch_ops.forward(input, weight, bias, convolution)
+        return executor.forward(input, weight, bias, convolution, relu)
+    return pytorch_ops.forward(input, weight, bias, convolution, relu)
 
 
 def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
@@ -124,16 +117,6 @@ def _bias_grad(grad_output: Tensor) -> Tensor:
 # ---- autograd, with each operator's derivative in terms of the others
 
 
-def needed_gradients(ctx: Any) -> tuple[bool, ...]:
-    """Returns which gradients this backward pass must compute: `autograd.grad` may want only some of them."""
-    needs: tuple[bool, ...] = ctx.needs_input_grad
-    if sum(needs) < 2:
-        return needs
-    # One node belongs to each argument that requires a gradient.
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    return tuple([need and _runs(next(nodes)) for need in needs])
-
-
 def wanted_gradients(ctx: Any) -> executor.Wanted:
     """Returns which gradients of input, weight and bias this backward pass must compute.
 
@@ -144,52 +127,8 @@ def wanted_gradients(ctx: Any) -> executor.Wanted:
     if not (needs_bias and needs_weight):
         return needed_gradients(ctx)[1:4]
     nodes = [node for node, _ in ctx.next_functions if node is not None]
-    weight = _runs(nodes[-2])
-    return needs_input and _runs(nodes[0]), weight, weight or _runs(nodes[-1])
-
-
-def _runs(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # PyTorch raises for a leaf that `autograd.grad` names, whose gradient is wanted
-        return True
-
-
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Lets `Function.forward` call its operator below autograd.
-
-    `Function.apply` has switched differentiation off. Under torch.func the operator's call goes on to an outer
-    transform, which may have to differentiate it, so differentiation is switched on again.
-    """
-    with torch._C._AutoDispatchBelowAutograd():
-        if not torch._C._are_functorch_transforms_active():
-            yield
-            return
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            yield
-
-
-def tangents_of() -> contextlib.AbstractContextManager[None]:
-    """Lets `jvp` compute a tangent: under torch.func for outer transforms alone, which may differentiate it again."""
-    return below_autograd() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
-
-
-def _apply(function: Any, *arguments: Any) -> Any:
-    """Records a call that came through the dispatcher, which has taken care of all other levels of torch.func."""
-    allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
-    torch._C._functorch.set_single_level_autograd_function_allowed(True)
-    try:
-        return super(torch.autograd.Function, function).apply(False, *arguments)
-    finally:
-        torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
-
-
-def save_for_forward(ctx: Any, alone: bool, *tensors: Tensor) -> None:
-    """Keeps tensors until `jvp` has run. A missing tangent, or gradient, is then None instead of zeros."""
-    if in_forward_mode() or (not alone and dispatched_in_forward_mode()):
-        ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)
+    weight = runs(nodes[-2])
+    return needs_input and runs(nodes[0]), weight, weight or runs(nodes[-1])
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -202,29 +141,85 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
+        ctx: Any,
+        alone: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        relu: bool,
     ) -> Tensor:
-        # Only tensors that a wanted gradient needs are saved.
-        ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
-        ctx.call = input.shape, weight.shape, convolution, current_backend()
-        save_for_forward(ctx, alone, input, weight)
         if alone:
-            return executor.forward(input, weight, bias, convolution)
-        with below_autograd():
-            return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
+            result = executor.forward(input, weight, bias, convolution, relu)
+        else:
+            with below_autograd():
+                result = _operator(relu)(input, weight, bias, *convolution)
+        # Only tensors that a wanted gradient needs are saved. The result is saved if it is the ReLU's mask.
+        mask = result if relu else None
+        kept = input if weight.requires_grad else None, weight if input.requires_grad else None
+        ctx.save_for_backward(*kept, mask)
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
+        save_for_forward(ctx, alone, input, weight, mask)
+        return result
 
     @staticmethod
-    def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
-        input, weight = ctx.saved_tensors
+    def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, *__: None) -> Tensor | None:
+        input, weight, mask = ctx.saved_tensors
         with tangents_of():
-            return tangent_of(input, weight, dx, dw, db, ctx.call[2])
+            found = tangent_of(input, weight, dx, dw, db, ctx.call[2])
+            return found if found is None or mask is None else torch.ops.aten.threshold_backward(found, mask, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 5
-        input, weight = ctx.saved_tensors
-        return None, *gradients_of(grad, input, weight, wanted_gradients(ctx), *ctx.call), None
+            return (None,) * 6
+        input, weight, mask = ctx.saved_tensors
+        passed = grad if mask is None else torch.ops.aten.threshold_backward(grad, mask.detach(), 0)
+        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None, None
+
+
+class _AutocastForward(torch.autograd.Function):
+    """Casts weight and bias to the input's type. The engine casts their gradients back to the types of the two.
+
+    The cast weight is saved, as PyTorch's autocast saves it: the weight may change before the backward pass. Second
+    derivatives need the weight itself, which is part of the graph.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        alone: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        relu: bool,
+    ) -> Tensor:
+        cast = fresh_cast(weight, input.dtype)
+        result = executor.forward(input, cast, cast_operand(bias, input.dtype, device_type(input)), convolution, relu)
+        kept = input if weight.requires_grad else None, cast if input.requires_grad else None
+        ctx.save_for_backward(*kept, result if relu else None)
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
+        ctx.original = weight, weight._version
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mask = ctx.saved_tensors
+        if weight is not None and torch.is_grad_enabled():
+            original, version = ctx.original
+            if original._version != version:
+                raise RuntimeError(
+                    "the weight was modified by an inplace operation between the forward pass and a backward pass "
+                    f"with create_graph=True: expected version {version}, but got version {original._version}"
+                )
+            weight = original.to(weight.dtype)
+        passed = grad if mask is None else torch.ops.aten.threshold_backward(grad, mask.detach(), 0)
+        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None, None
+
+
+def _operator(relu: bool) -> Any:
+    return torch.ops.tconv3d.conv_transpose3d_relu.default if relu else torch.ops.tconv3d.conv_transpose3d.default
 
 
 def tangent_of(
@@ -272,93 +267,65 @@ def gradients_of(
         return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
     with use_backend(backend):
         return (
-            conv_transpose3d_input_grad(grad, weight, size, convolution) if wanted[0] else None,
-            conv_transpose3d_weight_grad(grad, input, kernel, convolution) if wanted[1] else None,
-            conv_transpose3d_bias_grad(grad) if wanted[2] else None,
+            _gradient(False, grad, weight, size, convolution) if wanted[0] else None,
+            _gradient(True, grad, input, kernel, convolution) if wanted[1] else None,
+            _any_bias_grad(grad) if wanted[2] else None,
         )
 
 
-class _InputGrad(torch.autograd.Function):
+class _Gradient(torch.autograd.Function):
+    """Computes the gradient of the input or of the weight. It is linear in dy, and in the other of the two tensors.
+
+    `other` is the weight for the input's gradient and the input for the weight's; `size` is that of the gradient.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
         alone: bool,
+        of_weight: bool,
         grad_output: Tensor,
-        weight: Tensor,
-        input_size: Triple,
+        other: Tensor,
+        size: Triple,
         convolution: Convolution,
     ) -> Tensor:
-        needs_output, needs_weight = grad_output.requires_grad, weight.requires_grad
-        ctx.save_for_backward(grad_output if needs_weight else None, weight if needs_output else None)
-        ctx.call = tuple(weight.shape[2:]), convolution, current_backend()
-        ctx.input_size = input_size
-        save_for_forward(ctx, alone, grad_output, weight)
+        needs_output, needs_other = grad_output.requires_grad, other.requires_grad
+        ctx.save_for_backward(grad_output if needs_other else None, other if needs_output else None)
+        ctx.call = of_weight, size, tuple(other.shape[2:]), convolution, current_backend()
+        save_for_forward(ctx, alone, grad_output, other)
         if alone:
-            return _input_grad(grad_output, weight, input_size, convolution)
+            return (_weight_grad if of_weight else _input_grad)(grad_output, other, size, convolution)
         with below_autograd():
-            return torch.ops.tconv3d.conv_transpose3d_input_grad.default(
-                grad_output, weight, input_size, *convolution
-            )
+            return _gradient_operator(of_weight)(grad_output, other, size, *convolution)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, dy: Tensor | None, dw: Tensor | None, *__: None) -> Tensor | None:
-        grad_output, weight = ctx.saved_tensors
-        settings = ctx.input_size, ctx.call[1]
+    def jvp(ctx: Any, _: None, __: None, dy: Tensor | None, dother: Tensor | None, *___: None) -> Tensor | None:
+        grad_output, other = ctx.saved_tensors
+        of_weight, size, _, convolution, _ = ctx.call
         with tangents_of():
             return _sum(
-                None if dy is None else conv_transpose3d_input_grad(dy, weight, *settings),
-                None if dw is None else conv_transpose3d_input_grad(grad_output, dw, *settings),
+                None if dy is None else _gradient(of_weight, dy, other, size, convolution),
+                None if dother is None else _gradient(of_weight, grad_output, dother, size, convolution),
             )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 5
-        grad_output, weight = ctx.saved_tensors
-        kernel, convolution, backend = ctx.call
-        _, needs_output, needs_weight, _, _ = needed_gradients(ctx)
+            return (None,) * 6
+        grad_output, other = ctx.saved_tensors
+        of_weight, _, size, convolution, backend = ctx.call
+        _, _, needs_output, needs_other, _, _ = needed_gradients(ctx)
         with use_backend(backend):
-            dy = _any_conv_transpose3d(grad, weight, convolution) if needs_output else None
-            dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, convolution) if needs_weight else None
-        return None, dy, dw, None, None
+            input, weight = (other, grad) if of_weight else (grad, other)
+            dy = _any_conv_transpose3d(input, weight, convolution) if needs_output else None
+            dother = _gradient(not of_weight, grad_output, grad, size, convolution) if needs_other else None
+        return None, None, dy, dother, None, None
 
 
-class _WeightGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, alone: bool, grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
-    ) -> Tensor:
-        needs_output, needs_input = grad_output.requires_grad, input.requires_grad
-        ctx.save_for_backward(grad_output if needs_input else None, input if needs_output else None)
-        ctx.call = tuple(input.shape[2:]), convolution, current_backend()
-        ctx.kernel = kernel
-        save_for_forward(ctx, alone, grad_output, input)
-        if alone:
-            return _weight_grad(grad_output, input, kernel, convolution)
-        with below_autograd():
-            return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, dy: Tensor | None, dx: Tensor | None, *__: None) -> Tensor | None:
-        grad_output, input = ctx.saved_tensors
-        settings = ctx.kernel, ctx.call[1]
-        with tangents_of():
-            return _sum(
-                None if dy is None else conv_transpose3d_weight_grad(dy, input, *settings),
-                None if dx is None else conv_transpose3d_weight_grad(grad_output, dx, *settings),
-            )
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 5
-        grad_output, input = ctx.saved_tensors
-        size, convolution, backend = ctx.call
-        _, needs_output, needs_input, _, _ = needed_gradients(ctx)
-        with use_backend(backend):
-            dy = _any_conv_transpose3d(input, grad, convolution) if needs_output else None
-            dx = conv_transpose3d_input_grad(grad_output, grad, size, convolution) if needs_input else None
-        return None, dy, dx, None, None
+def _gradient_operator(of_weight: bool) -> Any:
+    operators = torch.ops.tconv3d
+    found = operators.conv_transpose3d_weight_grad if of_weight else operators.conv_transpose3d_input_grad
+    return found.default
 
 
 class _BiasGrad(torch.autograd.Function):
@@ -373,7 +340,7 @@ class _BiasGrad(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, dy: Tensor) -> Tensor:
         with tangents_of():
-            return conv_transpose3d_bias_grad(dy)
+            return _any_bias_grad(dy)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,55 +348,6 @@ class _BiasGrad(torch.autograd.Function):
 
 
 # ---- registrations
-
-
-def register(name: str, implementation: Any, function: Any, fake: Any, tensors: int, extra: int) -> None:
-    """Registers one operator, which takes `tensors` tensors, `extra` further arguments and then the settings."""
-    overload = getattr(torch.ops.tconv3d, name).default
-
-    def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        own, settings = arguments[: tensors + extra], arguments[tensors + extra :]
-        own = tuple(tuple(a) if isinstance(a, list) else a for a in own)
-        return (*own, settings_of(settings)) if settings else own
-
-    def device(*arguments: Any) -> Tensor:
-        result: Tensor = implementation(*split(arguments))
-        return result
-
-    def autograd(*arguments: Any) -> Tensor:
-        subclasses.load()
-        wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
-        if (wanted and torch.is_grad_enabled()) or dispatched_in_forward_mode():
-            return subclasses.recorded(_apply(function, *split(arguments)))
-        with torch._C._AutoDispatchBelowAutograd():
-            below: Tensor = overload(*arguments)
-            return below
-
-    def autocast(device_type: str) -> Any:
-        def cast(*arguments: Any) -> Tensor:
-            dtype = torch.get_autocast_dtype(device_type)
-            key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-                casted: Tensor = overload(
-                    *(cast_operand(a, dtype, device_type) for a in arguments[:tensors]), *arguments[tensors:]
-                )
-                return casted
-
-        return cast
-
-    LIBRARY.impl(name, device, "CPU")
-    LIBRARY.impl(name, device, "CUDA")
-    LIBRARY.impl(name, autograd, "Autograd")
-    LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
-    LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
-    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=LIBRARY)
-
-
-def cast_operand(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
-    """Casts an operand as PyTorch's autocast does for convolutions: not float64, nor tensors of another device."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        return tensor
-    return tensor.to(dtype) if tensor.device.type == device_type else tensor
 
 
 def fake_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
@@ -451,77 +369,73 @@ def _fake_bias_grad(grad_output: Tensor) -> Tensor:
     return grad_output.new_empty((grad_output.shape[1],))
 
 
-register("conv_transpose3d", _forward, _Forward, fake_forward, tensors=3, extra=0)
-register("conv_transpose3d_input_grad", _input_grad, _InputGrad, _fake_input_grad, tensors=2, extra=1)
-register("conv_transpose3d_weight_grad", _weight_grad, _WeightGrad, _fake_weight_grad, tensors=2, extra=1)
-register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, tensors=1, extra=0)
+def _record_forward(*arguments: Any, relu: bool) -> Any:
+    return apply(_Forward, False, *arguments, relu)
+
+
+def _record_gradient(*arguments: Any, of_weight: bool) -> Any:
+    return apply(_Gradient, False, of_weight, *arguments)
+
+
+register("conv_transpose3d", _forward, fake_forward)
+register("conv_transpose3d_relu", partial(_forward, relu=True), fake_forward)
+register("conv_transpose3d_input_grad", _input_grad, _fake_input_grad)
+register("conv_transpose3d_weight_grad", _weight_grad, _fake_weight_grad)
+register("conv_transpose3d_bias_grad", _bias_grad, _fake_bias_grad)
+register_derivatives("conv_transpose3d", partial(_record_forward, relu=False))
+register_derivatives("conv_transpose3d_relu", partial(_record_forward, relu=True))
+register_derivatives("conv_transpose3d_input_grad", partial(_record_gradient, of_weight=False))
+register_derivatives("conv_transpose3d_weight_grad", partial(_record_gradient, of_weight=True))
+register_derivatives("conv_transpose3d_bias_grad", partial(apply, _BiasGrad, False))
 
 
 # ---- entry points
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_has_storage = torch._C._has_storage
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Tells whether a tensor's memory holds its elements, so that kernels can read it without the dispatcher.
-
-    The dispatcher handles tensors without storage (sparse, mkldnn, batched by vmap), with the negative bit, and zero
-    tensors without memory.
-    """
-    return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
-
-
-def unobserved(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
-    """Tells whether nothing but autograd could observe a call, so that the dispatcher can be skipped."""
-    return unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
-
-
-def unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
-    """Tells whether nothing but autograd could change what a call does. A profiler may observe the call."""
-    return (
-        not torch.compiler.is_compiling()
-        and is_plain(first)
-        and (second is None or is_plain(second))
-        and (third is None or is_plain(third))
-        and not torch._C._is_tracing()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")
-    )
-
-
-def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
-    wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
-    return (wanted and torch.is_grad_enabled()) or in_forward_mode()
-
-
 # `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
 # Calls under torch.func never get here: `unchanged` excludes them.
-_record_forward = super(torch.autograd.Function, _Forward).apply
+_apply_forward = super(torch.autograd.Function, _Forward).apply
+_apply_autocast_forward = super(torch.autograd.Function, _AutocastForward).apply
 
 
-def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+def conv_transpose3d(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
+) -> Tensor:
     """Runs the operator for tensors that this library's kernels take (see `why_not_ours`)."""
-    if unchanged(input, weight, bias):
+    if unchanged_but_cast(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
-        if not _recording(input, weight, bias):
+        dtype = autocast_type(device_type(input))
+        if dtype is not None:
+            if not watched and input.dtype is not torch.float64 and not in_forward_mode():
+                return _cast_and_run(input, weight, bias, convolution, relu, dtype)
+        elif not recording(input, weight, bias):
             if watched:
-                arguments = input, weight, bias, convolution, False, True
                 shown = input, weight, bias, *convolution
-                return named_call("conv_transpose3d", executor.forward, shown, *arguments)
-            return executor.forward(input, weight, bias, convolution, False, True)
-        if not watched:
-            return _record_forward(True, input, weight, bias, convolution)
-    return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
+                name = "conv_transpose3d_relu" if relu else "conv_transpose3d"
+                return named_call(name, executor.forward, shown, input, weight, bias, convolution, relu, True)
+            return executor.forward(input, weight, bias, convolution, relu, True)
+        elif not watched:
+            return _apply_forward(True, input, weight, bias, convolution, relu)
+    result: Tensor = _operator(relu)(input, weight, bias, *convolution)
+    return result
 
 
-def named_call(name: str, function: Callable[..., Any], shown: Sequence[Any], *arguments: Any) -> Any:
-    """Calls a function without the dispatcher. A profiler sees it by the operator's name and arguments (`shown`)."""
-    values = [list(value) if isinstance(value, tuple) else value for value in shown]  # the profiler shows no tuples
-    with torch._C._profiler._RecordFunctionFast(f"tconv3d::{name}", values):
-        return function(*arguments)
+def _cast_and_run(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool, dtype: torch.dtype
+) -> Tensor:
+    """Runs the operator under autocast without the dispatcher, which costs more than the casts."""
+    where = device_type(input)
+    if input.dtype is not dtype:
+        input = input.to(dtype)
+    if not recording(input, weight, bias):
+        if casts(weight, dtype, where):
+            weight = kept_cast(weight, dtype)
+        if bias is not None and casts(bias, dtype, where):
+            bias = kept_cast(bias, dtype)
+        return executor.forward(input, weight, bias, convolution, relu, True)
+    if casts(weight, dtype, where):
+        return _apply_autocast_forward(True, input, weight, bias, convolution, relu)
+    return _apply_forward(True, input, weight, cast_operand(bias, dtype, where), convolution, relu)
 
 
 def _any_conv_transpose3d(input: Tensor, weight: Tensor, convolution: Convolution) -> Tensor:
@@ -532,29 +446,19 @@ def _any_conv_transpose3d(input: Tensor, weight: Tensor, convolution: Convolutio
     return torch.conv_transpose3d(input, weight, None, stride, padding, output_padding, groups, dilation)
 
 
-def conv_transpose3d_input_grad(
-    grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
-) -> Tensor:
-    if not unobserved(grad_output, weight):
-        return torch.ops.tconv3d.conv_transpose3d_input_grad.default(grad_output, weight, input_size, *convolution)
-    if _recording(grad_output, weight):
-        return _InputGrad.apply(True, grad_output, weight, input_size, convolution)
-    return _input_grad(grad_output, weight, input_size, convolution)
+def _gradient(of_weight: bool, grad_output: Tensor, other: Tensor, size: Triple, convolution: Convolution) -> Tensor:
+    """Returns the gradient of the weight or of the input (see `_Gradient`)."""
+    if not unobserved(grad_output, other):
+        result: Tensor = _gradient_operator(of_weight)(grad_output, other, size, *convolution)
+        return result
+    if recording(grad_output, other):
+        return _Gradient.apply(True, of_weight, grad_output, other, size, convolution)
+    return (_weight_grad if of_weight else _input_grad)(grad_output, other, size, convolution)
 
 
-def conv_transpose3d_weight_grad(
-    grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
-) -> Tensor:
-    if not unobserved(grad_output, input):
-        return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
-    if _recording(grad_output, input):
-        return _WeightGrad.apply(True, grad_output, input, kernel, convolution)
-    return _weight_grad(grad_output, input, kernel, convolution)
-
-
-def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
+def _any_bias_grad(grad_output: Tensor) -> Tensor:
     if not unobserved(grad_output, None):
         return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
-    if _recording(grad_output, grad_output):
+    if recording(grad_output):
         return _BiasGrad.apply(True, grad_output)
     return _bias_grad(grad_output)

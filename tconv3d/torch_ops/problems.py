@@ -6,13 +6,25 @@ tensors may be on the meta device; `OperandAddresses` then gives the addresses t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..planning.arguments import tail_pointers
 from ..planning.geometry import Geometry, Triple
-from ..planning.problem import Norm, Pass, Problem, Strides, bias_grad_problem, contiguous_strides
+from ..planning.problem import (
+    NO_TF32,
+    TF32,
+    TF32_AS_PYTORCH,
+    Norm,
+    Pass,
+    Problem,
+    Strides,
+    bias_grad_problem,
+    contiguous_strides,
+)
 from . import checks
 from .checks import Convolution
 from .pytorch_ops import result_strides
@@ -45,9 +57,73 @@ def tf32_allowed() -> bool:
     return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
 
 
-def tf32_of(tensor: Tensor) -> bool:
-    """Returns whether values of this tensor may be rounded to TF32 before they are multiplied."""
-    return tensor.dtype is torch.float32 and tf32_allowed()
+_in_groups = False  # whether all layers with groups are computed in TF32 where TF32 is allowed
+
+
+def allow_tf32_in_groups(allowed: bool = True) -> None:
+    """Lets all layers with groups round to TF32 where PyTorch's switches allow TF32, in this process from now on.
+
+    PyTorch computes layers with groups and a stride, or with few channels per group, in float32 even where TF32 is
+    allowed, and so does this library unless this function is called. In TF32 they are predicted to be two to four
+    times as fast, with an error of 3e-4 in place of 1e-7.
+    `torch.backends.cudnn.conv.fp32_precision = "ieee"` still switches TF32 off for all layers.
+
+    >>> allow_tf32_in_groups()
+    """
+    global _in_groups
+    if not isinstance(allowed, bool):
+        raise TypeError(f"expected allowed to be a bool, got {allowed!r} of type {type(allowed).__name__}")
+    _in_groups = allowed
+
+
+def tf32_level(allowed: bool) -> int:
+    """Returns what `Problem.allowing` takes if TF32 is allowed or not."""
+    if not allowed:
+        return NO_TF32
+    return TF32 if _in_groups else TF32_AS_PYTORCH
+
+
+def tf32_of(tensor: Tensor) -> int:
+    """Returns for which layers the values of this tensor may be rounded to TF32 before they are multiplied."""
+    return tf32_level(tensor.dtype is torch.float32 and tf32_allowed())
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Holds an expression of the convolution's result (device/expressions.cuh), and the tensors it names by index.
+
+    `vectors` is [number of vectors, N, C_out] in the accumulator's type. `wholes` have the result's type, shape and
+    strides, and addresses that are multiples of 16 bytes.
+    """
+
+    expression: str  # the C++ name of the expression
+    vectors: Tensor | None = None
+    wholes: tuple[Tensor, ...] = ()
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What a plan depends on: the expression, the numbers of vectors and of whole tensors."""
+        return self.expression, 0 if self.vectors is None else self.vectors.shape[0], len(self.wholes)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return dict(zip(("tail", "tail_vectors", "tail_wholes"), self.kind, strict=True))
+
+    @property
+    def has_operands(self) -> bool:
+        return self.vectors is not None or self.wholes != ()
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses of the operands, in the order of `arguments.tail_pointers`."""
+        if not self.has_operands:
+            return ()
+        first = 0 if self.vectors is None else self.vectors.data_ptr()
+        return first, *(whole.data_ptr() for whole in self.wholes)
+
+    def among(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the names of a forward pass's operands with those of the tail behind x, weight and bias."""
+        return (*names[:3], *(tail_pointers(len(self.wholes)) if self.has_operands else ()), *names[3:])
 
 
 def forward(
@@ -58,7 +134,7 @@ def forward(
     at: OperandAddresses,
     relu: bool = False,
     norm: Norm | None = None,
-    tail: str = "",
+    tail: Tail | None = None,
     window: bool = False,
 ) -> Asked:
     geometry = checks.check_forward(input, weight, bias, convolution, window)
@@ -76,14 +152,13 @@ def forward(
         weight.stride(),
         strides,
         bias=bias is not None,
-        tf32=tf32_of(input),
         aligned=at.aligned("x"),
         weight_aligned=at.aligned("weight"),
         relu=relu,
-        tail=tail,
+        **({} if tail is None else tail.sizes),
         norm=norm,
     )
-    return problem, (shape, strides)
+    return problem.allowing(tf32_of(input)), (shape, strides)
 
 
 def input_grad(
@@ -103,11 +178,10 @@ def input_grad(
         strides,
         weight.stride(),
         grad_output.stride(),
-        tf32=tf32_of(grad_output),
         aligned=at.aligned("dy"),
         weight_aligned=at.aligned("weight"),
     )
-    return problem, (shape, strides)
+    return problem.allowing(tf32_of(grad_output)), (shape, strides)
 
 
 def weight_grad(
@@ -130,10 +204,9 @@ def weight_grad(
         input.stride(),
         strides,
         grad_output.stride(),
-        tf32=tf32_of(input),
         aligned=at.aligned("x", "dy"),
     )
-    return problem, (shape, strides)
+    return problem.allowing(tf32_of(input)), (shape, strides)
 
 
 def bias_grad(grad_output: Tensor, at: OperandAddresses) -> Asked:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import io
-import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,20 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 import tconv3d
-from benchmarks import planner_check
 from tconv3d import emulator
 from tconv3d.api.ahead import fill_cache
 from tconv3d.api.explain import call_of, problems_of
-from tconv3d.api.tune import Bench, Tuned, measure, tune_pass
+from tconv3d.api.tune import Bench, Tuned, tune_pass
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.job import job_of
 from tconv3d.planning.problem import Device, Problem
 from tconv3d.runtime import cache, compiler, sources
 from tconv3d.tools import cli
-from tconv3d.tools.bench import layers, run
+from tconv3d.tools.bench import run
 from tconv3d.torch_ops import executor
 from tconv3d.torch_ops.executor import Task
 
@@ -294,45 +289,6 @@ def test_compiling_ahead_leaves_kernels_in_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setattr(compiler, "_build", lambda *arguments: pytest.fail("compiled once more"))
     for kernel, constants in kernels:
         assert compiler.compile(kernel, constants, "sm_90a").cubin
-
-
-# ---- the planner against a search
-
-
-@needs_emulator
-def test_the_planner_is_compared_with_all_builds(untuned: Path) -> None:
-    pytest.importorskip("cuda.core", reason="compiling needs cuda-core")
-    layer = layers.layer(1, 8, 8, (2, 3, 5), 2, 2)
-    kind = "float16", "contiguous"
-    (work,) = planner_check.prepare(layer, kind, executor.EMULATED, planner_check.PASSES[:1], 2)
-    work = pickle.loads(pickle.dumps(work))  # it comes out of another process
-    like = torch.empty(0, dtype=torch.float16)
-    rows = [
-        planner_check.Row(work.layer, "forward", measure(work.problem, work.plans, like, invented(*times)))
-        for times in ((1.05, 1.0, 2.0), (1.2, 1.0, 2.0))
-    ]
-    assert [row.slower for row in rows] == pytest.approx([1.05, 1.2])
-    assert rows[0].fastest is rows[0].trials[1]
-    found = planner_check.summary(rows)
-    assert (found["measured"], found["close"], found["enough"]) == (2, 1, False)
-    assert planner_check.summary(rows[:1])["enough"]
-    assert not planner_check.summary([])["enough"], "nothing was measured"
-    json.dumps(found)
-    console = Console(record=True, width=200, file=io.StringIO())
-    planner_check.show(rows, console)
-    text = console.export_text()
-    assert "1.20x" in text and "within 10% of the fastest for 1 of 2: NOT enough" in text
-
-
-def test_the_planners_check_without_a_gpu() -> None:
-    script = ROOT / "benchmarks" / "planner_check.py"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    helped, refused = (
-        subprocess.run([sys.executable, script, *words], env=environment, capture_output=True, text=True, check=False)
-        for words in (["--help"], ["--layers", "2", "--seed", "1"])
-    )
-    assert helped.returncode == 0 and "--layers" in helped.stdout
-    assert refused.returncode == 2 and "none is visible" in refused.stderr
 
 
 # ---- on a GPU

@@ -86,6 +86,7 @@ case("compile_ahead", lambda: anything.compile_ahead(LAYER, SHAPE, gpu=9), TypeE
 case("keep_weights", lambda: anything.keep_weights("no"), TypeError, "expected True or False, but got 'no'")
 case("measure_offers", lambda: anything.measure_offers("no"), ValueError, "expected 'auto', .* but got 'no'")
 case("measure_offers", lambda: anything.measure_offers(False), ValueError, "expected 'auto', .* but got False")
+case("allow_tf32_in_groups", lambda: anything.allow_tf32_in_groups("yes"), TypeError, "to be a bool, got 'yes'")
 case("use_backend", lambda: anything.use_backend("gpu"), ValueError, "expected one of 'auto', .* got 'gpu'")
 case("use_backend", lambda: anything.use_backend(None), ValueError, "expected one of 'auto', .* got None")
 

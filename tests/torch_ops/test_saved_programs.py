@@ -69,6 +69,7 @@ def test_a_saved_program_says_what_to_import_and_then_runs_packed_kernels(tmp_pa
         "PYTHONPATH": f"{metadata.parent}{os.pathsep}{PYTHONPATH}",
         "PATH": str(tmp_path / "bin"),
         "TCONV3D_CACHE_DIR": "/proc/no/such/place",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # this test is about the entry point that it switches
         packs.VARIABLE: str(tmp_path / "kernels.tconv3d"),
     }
     command = [sys.executable, "-c", LOADER]

@@ -77,7 +77,7 @@ def test_no_room_at_all_is_an_error_and_nothing_else(tf32: str, monkeypatch: pyt
 
 
 def test_large_layers_need_little() -> None:
-    """Of what a sum over 16 million positions takes, one part is left, at the most."""
+    """At most one part is left of what a sum over 16 million positions takes."""
     layer = Layer(64, 32, (64, 512, 512), T3, T2, T1, T1)
     x, w = (torch.empty(shape, device="meta") for shape in ((1, 64, *layer.size), (64, 32, *T3)))
     dy = torch.empty((1, 32, *(2 * n for n in layer.size)), device="meta")

@@ -20,7 +20,7 @@ from tconv3d.torch_ops import executor, norm_executor, pytorch_ops
 F64 = torch.float64
 LAYER = Layer(4, 6, (2, 2, 2), (2, 3, 2), (2, 1, 2), (1, 0, 0), (1, 0, 0), groups=2)
 SMALL = Layer(2, 3, (2, 1, 2), (2, 2, 1), batch=1)  # has few elements, for Hessians
-SIZE = 3  # of a mapped dimension
+SIZE = 3  # size of a mapped dimension
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
 MAPPED = [(x, w, b) for x in (0, 1) for w in (0, 1) for b in (0, 1) if x + w + b]  # input, weight, bias
 BOTH = [(1, 0), (0, 1), (1, 1)]
@@ -177,7 +177,7 @@ def test_gradients_per_sample(
     operands = layer.operands(PRECISIONS[precision], ours)
     operands = [to_tf32(t) for t in operands] if precision == "tf32" else operands
     operands[0] = operands[0].contiguous(memory_format=FORMATS[memory_format])
-    weights = to_tf32(randn((8, 2, 3, 4), 1).float()).to(operands[0])  # of the outputs in the loss
+    weights = to_tf32(randn((8, 2, 3, 4), 1).float()).to(operands[0])  # factors on the outputs in the loss
 
     def gradients(function: Function, weights: Tensor, operands: list[Tensor]) -> Any:
         def weighted(*operands: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""Casts the operands of a convolution under autocast, and keeps casts of parameters between calls without gradients.
+
+PyTorch's autocast casts a parameter once for each autocast region. A network that only computes results opens a
+region for each of its calls, and would cast every weight in each of them. A kept cast lives as long as a kept pack,
+by the same rules (see `kept`), and is itself a tensor whose packs can be kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import kept
+
+_NUMBERS = {torch.bfloat16: -1, torch.float16: -2, torch.float32: -3}  # packed layouts have numbers from 0 on
+
+
+def autocast_type(device_type: str) -> torch.dtype | None:
+    """Returns the type that autocast casts the operands of convolutions to, or None if it is off for the device."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def casts(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> bool:
+    """Tells whether autocast casts an operand: not float64, nor tensors of another device."""
+    return (
+        tensor is not None
+        and tensor.dtype is not dtype
+        and tensor.is_floating_point()
+        and tensor.dtype is not torch.float64
+        and tensor.device.type == device_type
+    )
+
+
+def cast_operand(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    """Casts an operand as PyTorch's autocast does for convolutions."""
+    return tensor.to(dtype) if tensor is not None and casts(tensor, dtype, device_type) else tensor
+
+
+def fresh_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a parameter in another type for a call with gradients, after which its kept casts are not trusted."""
+    if not kept.captured(parameter, _stream(parameter)):
+        kept.packed_for_itself(parameter)
+    return parameter.to(dtype)
+
+
+def kept_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a parameter in another type for a call without gradients; from the second call on the cast is kept."""
+    stream = _stream(parameter)
+    number = _NUMBERS.get(dtype)
+    if number is None or kept.captured(parameter, stream):
+        return parameter.to(dtype)
+    address, place = parameter.data_ptr(), (stream, number)
+    found = kept.find(parameter, address, place)
+    if found is not None:
+        return found[1]
+    promise = kept.promise_of(parameter, address, place, lambda: _lasting_cast(parameter, dtype))
+    if promise is None:
+        return parameter.to(dtype)
+    promise.keep()
+    return promise.pack[1]
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+
+
+def _lasting_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts a parameter into a tensor with a version counter, which tensors made in inference mode do not have."""
+    with torch.inference_mode(False), torch.no_grad():
+        return parameter.to(dtype)
