@@ -20,36 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tconv3d.planning import gpus, planner
-from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import (
-    Device,
-    Pass,
-    Plan,
-    Problem,
-    bias_grad_problem,
-    channels_last_strides,
-    contiguous_strides,
-)
-from tconv3d.tools.bench.layers import LAYERS, Layer, random_layers
+from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.tools.bench.layers import LAYERS, random_layers
+from tconv3d.tools.bench.precision import LAYOUTS
+from tconv3d.tools.bench.problems import problems_of_layer
 
 KINDS = ("tf32", "float32", "float16", "bfloat16")
-LAYOUTS = {"contiguous": contiguous_strides, "channels_last_3d": channels_last_strides}
-
-
-def problems_of(layer: Layer, kind: str, layout: str) -> dict[Pass, Problem]:
-    """Returns the problems of a layer's four passes."""
-    geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
-    dtype, tf32 = ("float32", kind == "tf32") if kind in ("tf32", "float32") else (kind, False)
-    shapes = (layer.input_shape, layer.weight_shape, layer.output_shape)
-    x, w, y = (LAYOUTS[layout](shape) for shape in shapes)
-    found = {
-        which: Problem(
-            which, geometry, layer.batch, layer.size, dtype, x, w, y, which is Pass.FORWARD and layer.bias, tf32
-        )
-        for which in (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
-    }
-    size = found[Pass.FORWARD].output_size
-    return found | {Pass.BIAS_GRAD: bias_grad_problem(layer.batch, layer.out_channels, size, dtype, y)}
 
 
 def plans_of(problems: dict[Pass, Problem], device: Device, family: str) -> Iterator[tuple[str, Plan]]:
@@ -95,7 +71,7 @@ def main() -> None:
             for kind in args.kinds:
                 for layout in args.layouts:
                     planner.forget()
-                    problems = problems_of(layer, kind, layout)
+                    problems = {problem.which: problem for problem in problems_of_layer(layer, kind, layout)}
                     for which, plan in plans_of(problems, gpus.GPUS[gpu].device, args.family):
                         print(f"{name} {gpu} {kind} {layout} {which}")
                         print("\n".join(described(plan, frozenset(args.without))), flush=True)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import split_scaling
 from tconv3d.tools.bench import results
+from tconv3d.tools.bench.host import CIRCUMSTANCES
 from tconv3d.tools.bench.results import Results, Row, Summary
 from tconv3d.tools.bench.table import ratio
 
@@ -161,10 +162,12 @@ def _means(summary: Summary) -> str:
 
 def _host(found: Results) -> str:
     us = found.host_us
-    return (
-        f"Host time of a repeated call, microseconds, ours / `nn.ConvTranspose3d`: {us['ours_us']:.0f} / "
-        f"{us['torch_us']:.0f} without gradients, {us['ours_grad_us']:.0f} / {us['torch_grad_us']:.0f} with."
-    )
+    times = [
+        f"{us[f'ours{name}_us']:.0f} / {us[f'torch{name}_us']:.0f} {words}"
+        for name, words in CIRCUMSTANCES.items()
+        if f"ours{name}_us" in us
+    ]
+    return f"Host time of a repeated call, microseconds, ours / `nn.ConvTranspose3d`: {', '.join(times)}."
 
 
 # ---- docs: means of all kinds, random layers, errors

@@ -7,6 +7,8 @@ has enough measured times. The file that is written is what `planning/calibratio
 
 `--pytorch FILE ...` measures nothing: it fits PyTorch's rates alone, to the times in results of `tconv3d bench`, and
 puts them into a file of rates that exists. Only PyTorch's default settings count, in the caller's memory layout.
+
+`--models FILE` fits the constants of the halo kernel's model instead (halo_model.py), which the rates build on.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from rich.progress import track
 from torch import Tensor
 
 from ..api.ahead import compile_all
-from ..api.explain import call_of, problems_of
 from ..families.pytorch import planner as pytorch_planner
 from ..planning import planner
 from ..planning.calibration import TERMS, kind_of, terms
@@ -41,9 +42,11 @@ from ..runtime import compiler
 from ..torch_ops import executor
 from ..torch_ops.clock import Clock
 from ..torch_ops.problems import DTYPES as DTYPE_NAMES
+from . import halo_model
 from .arguments import integer
 from .bench.layers import LAYERS, Layer, random_layers
-from .bench.precision import DTYPES, LAYOUTS, in_layout, precision
+from .bench.precision import precision
+from .bench.problems import problems_of_layer
 from .bench.results import Row, describe_machine, read
 
 KINDS = (
@@ -89,7 +92,7 @@ class Candidate:
 
 def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) -> list[Candidate]:
     """All offers worth a measurement, planned and compiled. Runs in a process that does not touch the GPU."""
-    problems = _problems(layer, dtype, layout)
+    problems = problems_of_layer(layer, dtype, layout)
     found: list[Candidate] = []
     for forward in (True, False):
         wanted = {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}
@@ -107,14 +110,6 @@ def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) ->
     return found
 
 
-def _problems(layer: Layer, dtype: str, layout: str) -> list[Problem]:
-    """The problems of a training step of a layer's convolution."""
-    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
-    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
-    with precision(dtype):
-        return problems_of(*call_of(_convolution(module), x))
-
-
 def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Candidate]:
     """Plans and compiles in a process for each core."""
     device = executor.device_of(torch.empty(0, device="cuda"))
@@ -125,11 +120,6 @@ def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], c
             for (name, layer), kind in itertools.product(layers.items(), kinds)
         ]
         return [each for future in track(waiting, "compiling", console=console) for each in future.result()]
-
-
-def _convolution(module: torch.nn.Module) -> torch.nn.ConvTranspose3d:
-    (found,) = (each for each in module.modules() if isinstance(each, torch.nn.ConvTranspose3d))
-    return found
 
 
 class Tensors:
@@ -237,7 +227,9 @@ def pytorch_times(rows: Iterable[Row]) -> Iterator[Timed]:
         shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.shape.items()}
         layer = Layer(**shape)
         forward = row.which == "forward"
-        problems = [p for p in _problems(layer, row.dtype, row.layout) if (p.which is Pass.FORWARD) is forward]
+        problems = [
+            p for p in problems_of_layer(layer, row.dtype, row.layout) if (p.which is Pass.FORWARD) is forward
+        ]
         yield timed_pytorch(row.layer, {problem.which: problem for problem in problems}, ms)
 
 
@@ -304,7 +296,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("calibrate", help="measure every kernel's offers on this GPU and fit their rates")
     parser.add_argument("--layers", type=integer(0), default=40, metavar="N", help="random layers beside named ones")
     parser.add_argument("--seed", type=integer(0), default=7, metavar="N")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the fitted rates go")
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--out", type=Path, metavar="FILE", help="where the fitted rates go")
+    goal.add_argument("--models", type=Path, metavar="FILE", help="where the constants of the halo kernel's model go")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="times of builds for --models, read or written")
     parser.add_argument("--times", type=Path, metavar="FILE", help="where the measured times go too")
     parser.add_argument(
         "--pytorch",
@@ -318,10 +313,17 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.pytorch:
+        if not arguments.out:
+            raise ValueError("--pytorch puts rates into the file of --out")
         fit_pytorch(arguments.out, arguments.pytorch, Console())
         return 0
     if not torch.cuda.is_available():
         raise RuntimeError("calibrate measures on a GPU, and there is none")
+    if arguments.models:
+        if torch.cuda.get_device_capability() != (9, 0):
+            raise RuntimeError("the halo kernel runs on GPUs of compute capability 9.0 alone")
+        halo_model.calibrate(arguments.models, arguments.layers, arguments.seed, Console(), arguments.samples)
+        return 0
     calibrate(arguments.out, arguments.layers, arguments.seed, Console(), arguments.times)
     return 0
 

@@ -29,7 +29,7 @@ from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
 from tconv3d.runtime import cache
 from tconv3d.tools import cli, tasks
-from tconv3d.tools.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table
+from tconv3d.tools.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table, wide
 from tconv3d.tools.bench.layers import LAYERS, Layer, layer
 from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
 from tconv3d.torch_ops import choosing, executor
@@ -86,6 +86,36 @@ def test_the_tasks_are_the_tasks(name: str) -> None:
     assert [tuple(parameter.shape) for parameter in found.module().parameters()] == theirs
     with torch.device("meta"):
         assert found.output_shape == tuple(task.Model(*task.get_init_inputs())(torch.empty(task.SHAPE)).shape)
+
+
+def test_wide_layers_follow_the_seed_and_cover_what_pytorch_takes() -> None:
+    precisions, layouts = ["tf32", "bfloat16"], ["contiguous", "channels_last_3d"]
+    drawn = wide.wide_layers(240, 1, precisions, layouts)
+    assert drawn == wide.wide_layers(240, 1, precisions, layouts)
+    assert dict(list(drawn.items())[:10]) == wide.wide_layers(10, 1, precisions, layouts)
+    assert {kind for _, kind in drawn.values()} == set(product(precisions, layouts))
+    found = [each for each, _ in drawn.values()]
+    assert {k for each in found for k in each.kernel} == set(range(1, 8))
+    assert {s for each in found for s in each.stride} == {1, 2, 3, 4}
+    assert {d for each in found for d in each.dilation} == {1, 2, 3}
+    assert any(each.groups == each.in_channels > 1 for each in found) and any(each.groups == 1 for each in found)
+    assert max(each.in_channels for each in found) > 300 and min(each.in_channels for each in found) < 4
+    assert any(each.in_channels % 2 and each.out_channels % 2 for each in found)
+    assert max(each.batch for each in found) > 32 and {each.bias for each in found} == {True, False}
+    assert any(min(each.size) < 5 for each in found) and any(max(each.size) > 100 for each in found)
+    for each in found[:40]:  # PyTorch takes them all
+        with torch.device("meta"):
+            assert each.module()(torch.empty(each.input_shape)).shape == each.output_shape
+
+
+@needs_emulator
+def test_wide_layers_are_measured_each_in_its_kind(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = command("verify", "--random", "1", "--seed", "3", "--wide", "--dtype", "float32", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["layer"] for row in json.loads(file.read_text())["rows"]] == ["wide_3_0"] * 2
+    alone = command("verify", "--wide")
+    assert alone.returncode == 1 and "expected --random N" in alone.stderr
 
 
 def test_random_layers_follow_the_seed() -> None:
@@ -240,9 +270,10 @@ def test_a_model_that_is_none(
 def test_a_whole_model_before_and_after(module: types.ModuleType) -> None:
     model, example = models.load("users_networks:with_input")
     before = {name: type(each) for name, each in model.named_modules()}
-    options = run.Options(dtypes=["float32", "bfloat16", "float64"], backward=True)
+    kinds = [(dtype, "contiguous") for dtype in ("float32", "bfloat16", "float64")]
+    options = run.Options(kinds=kinds, backward=True)
     source = run.Source("users_networks:with_input", model, example)
-    found = run.measure({}, options, quiet(), EMULATED, [source])
+    found = run.measure([], options, quiet(), EMULATED, [source])
     assert [row.failed for row in found.models] == ["", "", ""]
     for row in found.models:
         assert (row.swapped, row.left) == (4, 0)
@@ -328,7 +359,7 @@ def test_the_winner_among_offers_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         return 2.0 if seen.index(run) == 0 else 1.0
 
     executor.forget()
-    options = run.Options(dtypes=["float32"], torch=False, offers=True, seed=1)
+    options = run.Options(torch=False, offers=True, seed=1)
     with choosing.measured_by(clock):
         (row,) = run.measure_layer("tiny", layer(1, 4, 6, 3, 3), ("float32", "contiguous"), options, EMULATED, {})
     executor.forget()
@@ -443,13 +474,13 @@ def found() -> results.Results:
     if not emulator.available():
         pytest.skip("the emulator needs a C++ compiler")
     chosen = {"small": SMALL, "block": BLOCK, "impossible": layer(1, 2, 2, 1, 1, padding=3)}
-    options = run.Options(
-        dtypes=["tf32", "bfloat16"], layouts=["contiguous", "channels_last_3d"], backward=True, host=True, seed=0
-    )
+    kinds = list(product(["tf32", "bfloat16"], ["contiguous", "channels_last_3d"]))
+    work = [run.Work(name, each, kind) for name, each in chosen.items() for kind in kinds]
+    options = run.Options(kinds=kinds, backward=True, host=True, seed=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda model: model)
         patch.setattr("tconv3d.tools.bench.host.CALLS", 2)
-        return run.measure(chosen, options, quiet(), EMULATED)
+        return run.measure(work, options, quiet(), EMULATED)
 
 
 def test_every_layer_in_every_kind_has_a_row(found: results.Results) -> None:
@@ -493,7 +524,9 @@ def test_the_run_becomes_a_table_a_file_a_page_and_a_prediction(
     table.show(found, Console(width=200))
     printed = capsys.readouterr().out
     assert "small" in printed and "geometric mean of 2" in printed
-    assert list(found.host_us) == ["torch_us", "ours_us", "torch_grad_us", "ours_grad_us"]
+    kinds = ["", "_inference", "_autocast", "_grad", "_autocast_grad", "_step", "_autocast_step"]
+    assert list(found.host_us) == [f"{name}{kind}_us" for kind in kinds for name in ("torch", "ours")]
+    assert all(microseconds > 1 for microseconds in found.host_us.values())
     assert "microseconds of the host per call: torch" in printed
     assert "failed: impossible tf32 contiguous forward: RuntimeError" in printed
     found.write(tmp_path / "found.json")
@@ -556,10 +589,10 @@ def test_an_interruption_keeps_what_there_is(
 @needs_emulator
 def test_inputs_are_new_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "have_gpu", lambda: False)
-    tiny = {"tiny": layer(1, 2, 2, 2, 2)}
+    tiny = [run.Work("tiny", layer(1, 2, 2, 2, 2), ("float32", "contiguous"))]
 
     def errors(seed: int | None) -> tuple[float | None, int]:
-        found = run.verify(tiny, run.Options(dtypes=["float32"], seed=seed), quiet())
+        found = run.verify(tiny, run.Options(seed=seed), quiet())
         return found.rows[0].error, found.settings["seed"]
 
     first, seed = errors(None)

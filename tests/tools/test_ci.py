@@ -43,6 +43,15 @@ def test_the_oldest_pytorch_is_the_one_that_the_package_names() -> None:
     assert all((SCRIPT.parents[1] / test).is_file() for test in oldest_torch.TESTS)
 
 
+def test_a_machine_without_network_skips_the_oldest_pytorch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert oldest_torch.main(["--short"]) == 0
+    assert f"skipped: {oldest_torch.oldest()} cannot be installed here" in capfd.readouterr().out
+
+
 def run_on(programs: dict[str, str], tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Runs the script on a machine that has these programs and no others, and returns what it called."""
     log = tmp_path / "log"

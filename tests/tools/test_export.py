@@ -164,7 +164,7 @@ def check_model(module: ModuleType, which: str, layout: str, device: str) -> Non
 
 
 def whole_numbers(model: nn.Module, x: Tensor) -> None:
-    """Of these every convolution here is exact, so that no rounding changes what the ReLU lets pass."""
+    """Small integers, of which every convolution here is exact: no rounding changes what the ReLU lets pass."""
     with torch.no_grad():
         for tensor in (x, *model.parameters()):
             tensor.copy_(torch.randint(-2, 3, tensor.shape))

@@ -56,7 +56,7 @@ def test_times(results_file: None) -> None:
     assert len({line.count("|") for line in lines[:4]}) == 1
     text = "\n".join(lines)
     assert "forward, tf32, contiguous, 2 layers" in text and "slower than it: slow" in text
-    assert "10 / 20 without gradients, 30 / 40 with" in text
+    assert "10 / 20 without gradients, 30 / 40 with gradients." in text
     assert "Invented GPU, driver 1, CUDA 13, PyTorch 2, commit 0123456, 2000-01-01. Data" in text
     assert text.endswith("h200.json), written by `tconv3d bench --backward`.")
 

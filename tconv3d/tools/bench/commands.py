@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tconv3d.planning.gpus import AS
 from tconv3d.tools import tables
 from tconv3d.tools.arguments import MOST_SEED, integer, seconds, shape
 
-from . import cases, layers, models, picture, report, results, run, table
+from . import cases, layers, models, picture, report, results, run, table, wide
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS, precision
 
@@ -74,6 +74,11 @@ _MODEL_HELP = (
 
 _OFFERS_HELP = "with PyTorch's operator among the offers, timed at the first call; cudnn.benchmark is on"
 
+_WIDE_HELP = (
+    "draw the random layers from nearly all that PyTorch takes, and for each one type of --dtype and one layout of "
+    "--layout (default: tf32, bfloat16 and float16, both layouts)"
+)
+
 _AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessors), and run on the GPU at hand"
 
 
@@ -91,11 +96,12 @@ def add_layer_flag(parser: argparse._ActionsContainer) -> None:
 def _add_layers(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose layers, precisions and layouts."""
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"], help="default contiguous")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default tf32")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, help="default contiguous")
     add_layer_flag(parser)
     parser.add_argument("--random", type=integer(0), default=0, metavar="N", help="so many random layers")
     parser.add_argument("--seed", type=integer(0), default=0, metavar="S", help="of the random layers; default 0")
+    parser.add_argument("--wide", action="store_true", help=_WIDE_HELP)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -107,15 +113,31 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--as", dest="told", metavar="GPU", help=_AS_HELP)
 
 
-def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
+def _selection(arguments: argparse.Namespace) -> list[run.Work]:
     """Returns the layers chosen by name, described by `--layer` and drawn at random; all named layers by default."""
     chosen = layers.named(arguments.names)
     for number, text in enumerate(arguments.layer, 1):
         chosen["layer" if len(arguments.layer) == 1 else f"layer_{number}"] = layers.parse(text)
-    chosen |= layers.random_layers(arguments.random, arguments.seed)
-    if not chosen and not getattr(arguments, "model", []):
-        return dict(layers.LAYERS)
-    return chosen
+    drawn: list[run.Work] = []
+    if not arguments.wide:
+        chosen |= layers.random_layers(arguments.random, arguments.seed)
+    else:
+        if not arguments.random:
+            raise ValueError("--wide says how random layers are drawn: expected --random N beside it")
+        precisions = arguments.dtype or ["tf32", "bfloat16", "float16"]
+        found = wide.wide_layers(arguments.random, arguments.seed, precisions, arguments.layout or list(LAYOUTS))
+        drawn = [run.Work(name, layer, kind) for name, (layer, kind) in found.items()]
+    if not chosen and not drawn and not getattr(arguments, "model", []):
+        chosen = dict(layers.LAYERS)
+    return _in_all_kinds(chosen, arguments) + drawn
+
+
+def _kinds(arguments: argparse.Namespace) -> list[wide.Kind]:
+    return list(product(arguments.dtype or ["tf32"], arguments.layout or ["contiguous"]))
+
+
+def _in_all_kinds(chosen: Mapping[str, Layer], arguments: argparse.Namespace) -> list[run.Work]:
+    return [run.Work(name, layer, kind) for name, layer in chosen.items() for kind in _kinds(arguments)]
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -129,10 +151,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         if not found:
             raise ValueError(f"no transposed convolution of {spec} is reached by its input")
         prefix = f"{spec.rpartition(':')[2]}." if len(arguments.model) > 1 else ""
-        chosen |= {f"{prefix}{name}": layer for name, layer in found.items()}
+        chosen += _in_all_kinds({f"{prefix}{name}": layer for name, layer in found.items()}, arguments)
     options = run.Options(
-        dtypes=arguments.dtype,
-        layouts=arguments.layout,
+        kinds=_kinds(arguments),
         backward=arguments.backward,
         torch=not arguments.no_torch,
         host=arguments.host,
@@ -155,8 +176,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     _be_told(arguments)
     chosen = _selection(arguments)
     options = run.Options(
-        dtypes=arguments.dtype,
-        layouts=arguments.layout,
+        kinds=_kinds(arguments),
         seed=arguments.input_seed,
         command=_command(arguments),
     )
@@ -166,8 +186,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     if not run.have_gpu():
         raise RuntimeError("tune measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible")
-    kinds = list(product(arguments.dtype, arguments.layout))
-    for (name, layer), kind in product(_selection(arguments).items(), kinds):
+    for name, layer, kind in _selection(arguments):
         print(name, *kind)
         case = cases.build(layer, *kind, "cuda")
         with precision(kind[0]):

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -33,14 +33,14 @@ from .layers import Layer
 from .precision import precision
 from .results import PASSES, ModelRow, Results, Row, describe_machine
 from .timing import measure_ceilings
+from .wide import Kind
 
 
 @dataclass(frozen=True)
 class Options:
     """Holds the options of a run."""
 
-    dtypes: Sequence[str] = ("tf32",)
-    layouts: Sequence[str] = ("contiguous",)
+    kinds: Sequence[Kind] = (("tf32", "contiguous"),)  # what models are measured in; each layer comes with its kind
     backward: bool = False
     torch: bool = True  # also time PyTorch's variants
     host: bool = False  # also time the host's side of a call
@@ -68,6 +68,14 @@ class Source:
     example_input: Any
 
 
+class Work(NamedTuple):
+    """Names a layer to measure, in one precision and layout."""
+
+    name: str
+    layer: Layer
+    kind: Kind
+
+
 Keep = Callable[[Results], None]
 
 
@@ -76,7 +84,7 @@ def have_gpu() -> bool:
 
 
 def bench(
-    layers: Mapping[str, Layer],
+    work: Sequence[Work],
     options: Options,
     console: Console,
     sources: Sequence[Source] = (),
@@ -89,24 +97,22 @@ def bench(
             "`tconv3d verify` checks the same layers without one"
         )
     place = Place("cuda", "auto" if options.offers else "cuda", Clock(options.budget_s))
-    return measure(layers, options, console, place, sources, keep)
+    return measure(work, options, console, place, sources, keep)
 
 
-def verify(
-    layers: Mapping[str, Layer], options: Options, console: Console, keep: Keep = lambda results: None
-) -> Results:
+def verify(work: Sequence[Work], options: Options, console: Console, keep: Keep = lambda results: None) -> Results:
     """Checks the output and all gradients: on the GPU, or at reduced size in the emulator."""
     options = replace(options, backward=True)
     if have_gpu():
-        return measure(layers, options, console, Place("cuda", "cuda", None), keep=keep)
+        return measure(work, options, console, Place("cuda", "cuda", None), keep=keep)
     if not emulator.available():
         raise RuntimeError("verify needs a CUDA GPU, or a C++ compiler for the emulator, and there is neither")
-    reduced = {name: layer.reduced() for name, layer in layers.items()}
+    reduced = [each._replace(layer=each.layer.reduced()) for each in work]
     return measure(reduced, options, console, Place("cpu", "emulator", None), keep=keep)
 
 
 def measure(
-    layers: Mapping[str, Layer],
+    work: Sequence[Work],
     options: Options,
     console: Console,
     place: Place,
@@ -120,23 +126,22 @@ def measure(
     started = time.monotonic()
     options = replace(options, seed=_seed(options.seed))
     results = Results("bench" if place.clock else "verify", describe_machine(), _settings(options, place))
-    kinds = [(dtype, layout) for dtype in options.dtypes for layout in options.layouts]
     steps: list[tuple[str, Callable[[], Any]]] = [
-        (" ".join((name, *kind)), functools.partial(_add_layer, results, name, layers[name], kind, options, place))
-        for name in layers
-        for kind in kinds
+        (" ".join((name, *kind)), functools.partial(_add_layer, results, name, layer, kind, options, place))
+        for name, layer, kind in work
     ]
     steps += [
         (" ".join((source.spec, *kind)), functools.partial(_add_model, results, source, kind, options, place))
         for source in sources
-        for kind in kinds
+        for kind in options.kinds
     ]
     try:
         if place.device == "cuda":
-            _compile([(layer, *kind) for layer in layers.values() for kind in kinds], options, console, results)
+            _compile([(layer, *kind) for _, layer, kind in work], options, console, results)
         with _progress(console) as progress:
             bar = progress.add_task("ceilings", total=len(steps))
-            _prepare(results, options, place)
+            kinds = [kind for _, _, kind in work] + [kind for kind in options.kinds if sources]
+            _prepare(results, list(dict.fromkeys(kind[0] for kind in kinds)), options, place)
             for description, step in steps:
                 progress.update(bar, description=description)
                 step()
@@ -163,10 +168,10 @@ def _compile(work: Sequence[ahead.Work], options: Options, console: Console, res
     results.compile_s = time.monotonic() - started
 
 
-def _prepare(results: Results, options: Options, place: Place) -> None:
+def _prepare(results: Results, precisions: Sequence[str], options: Options, place: Place) -> None:
     """Measures the ceilings of the GPU and, if asked for, the host time of a call."""
     if place.clock is not None:
-        results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
+        results.ceilings = measure_ceilings(place.clock, precisions, place.device)
     if options.host:
         with tconv3d.use_backend(place.backend):
             results.host_us = host_times(place.device)
@@ -271,8 +276,8 @@ def _measure_model(source: Source, kind: tuple[str, str], options: Options, plac
 def _settings(options: Options, place: Place) -> dict[str, Any]:
     return {
         "command": options.command,
-        "dtypes": list(options.dtypes),
-        "layouts": list(options.layouts),
+        "dtypes": sorted({kind[0] for kind in options.kinds}),
+        "layouts": sorted({kind[1] for kind in options.kinds}),
         "backward": options.backward,
         "budget_s": options.budget_s,
         "seed": options.seed,

@@ -28,6 +28,7 @@ from ...planning.problem import (
 )
 from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
+from ...torch_ops.problems import tf32_level
 from ..bench.layers import Layer
 
 ANY = "any"  # the name of the GPU whose plans run on every GPU of compute capability 8.0 or higher
@@ -229,5 +230,4 @@ def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
         strides(weight) if which is not Pass.WEIGHT_GRAD else contiguous_strides(weight),
         strides(layer.output_shape),
         bias=which is Pass.FORWARD and layer.bias,
-        tf32=variant.precision == "tf32",
-    )
+    ).allowing(tf32_level(variant.precision == "tf32"))

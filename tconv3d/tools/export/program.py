@@ -32,10 +32,6 @@ class Declaration:
     namespace: str = ""
 
     @property
-    def is_template(self) -> bool:
-        return self.node.kind == "template_declaration" and self.arguments is None
-
-    @property
     def function(self) -> Node:
         """The node with the parameters of a function."""
         return _function_declarator(self.core)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.cpp_extension import load_inline
 {imports}
-SHAPE = {shape}  # of the convolution's input: [N, C_in, D, H, W]
+SHAPE = {shape}  # [N, C_in, D, H, W], the shape of the convolution's input
 WEIGHT_SHAPE = {weight_shape}
 SETTINGS = {{
 {layer_settings}}}

@@ -17,7 +17,7 @@ namespace fake {
 inline char error[16384];
 inline void (*thread)(const void* args);
 inline void (*kernel)();
-inline size_t allowed_bytes;  // of shared memory, of the kernel that asked last
+inline size_t allowed_bytes;  // bytes of shared memory that the kernel asked for last
 inline void (*asked)();
 constexpr unsigned kArgsBytes = 4096;
 
