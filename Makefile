@@ -1,9 +1,9 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
 # make test     every check: ruff, clang-format, mypy, import-linter, the documentation site, the test suite with its ten
-#               slowest tests, and its kernels compiled for every GPU
+#               slowest tests, its kernels compiled for every GPU, and a few tests with the oldest supported PyTorch
 # make fuzz     random layers, tensors and calls against float64: SEED=, MINUTES=, CASES=, WORKERS=, SANITIZE=1, JSON=
 # make test-thorough  the test suite with every combination of parameters; make test runs a part of long tests
-# make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
+# make test-oldest  more tests with the oldest PyTorch that is supported, without a GPU
 # make docs     build the documentation site into artifacts/site
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
 # make format   rewrite Python, CUDA and C++ sources in the house format
@@ -51,6 +51,7 @@ test: check docs
 	@mkdir -p artifacts && rm -rf artifacts/launches
 	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --durations=10 --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
 	$(call if_present,$(PY) -c 'from tconv3d.runtime import compiler; compiler.version()',NVRTC,PYTHONPATH=. $(PY) tests/helpers/compile_everything.py artifacts/launches artifacts/registers.csv)
+	$(PY) tests/oldest_torch.py --short
 
 test-oldest: $(READY)
 	$(PY) tests/oldest_torch.py

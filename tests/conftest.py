@@ -84,10 +84,15 @@ def ours(device: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def restored_precision() -> Iterator[None]:
-    """Restores PyTorch's switch for TF32, which is global to the process, after every test."""
+    """Restores the switches for TF32, which are global to the process, after every test.
+
+    Tests of kernels in TF32 want it for layers with groups too.
+    """
     before = torch.backends.cudnn.conv.fp32_precision
+    tconv3d.allow_tf32_in_groups()
     yield
     torch.backends.cudnn.conv.fp32_precision = before
+    tconv3d.allow_tf32_in_groups(False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -89,6 +89,7 @@ def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
 def _settings(case: Case, device: str) -> Iterator[None]:
     """Sets PyTorch's precision, the GPU to plan for, limits of planners, and the emulator's order of threads."""
     gpu = GPUS[case.plans].device if case.plans else executor.EMULATED
+    tconv3d.allow_tf32_in_groups()  # "tf32" is TF32 for layers with groups too
     with (
         precision(case.dtype),
         favouring(case.favoured),

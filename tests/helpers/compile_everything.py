@@ -38,9 +38,6 @@ OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
 HOPPER_ONLY = ("halo", "hopper", "rows_weight_grad", "unfold", "up", "group_backward", "pack", "turn", "reduce_")
 # Kernels that need Hopper or newer, because their launches overlap the previous launch.
 FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
-# Two settings of this kernel still have serialized matrix instructions, which costs time and no result. The planner
-# takes the kernel only where it has been timed.
-MAY_SERIALIZE = ("rows_weight_grad",)
 NO_SPILLS = ("direct", "direct_weight_grad", "channel_sum", "reduce", "mma", "mma_pack")
 SPILL_LIMIT = 512  # bytes of spill loads and stores on Hopper: enough for a few values outside of inner loops
 MOST_OF_A_KIND = 1
@@ -198,7 +195,7 @@ def faults(outcomes: list[Outcome]) -> list[str]:
         if outcome.report is None
     ]
     for outcome in outcomes:
-        if outcome.serialized and outcome.kernel.name not in MAY_SERIALIZE:
+        if outcome.serialized:
             found.append(f"{outcome.kernel} on {outcome.arch}: {outcome.serialized}")
         limited = outcome.arch == HOPPER and outcome.kernel.name in NO_SPILLS
         if limited and spilled(outcome) > SPILL_LIMIT:

@@ -34,6 +34,7 @@ COPIED: dict[str, object] = {"input": Input.COPIED}
 STREAMED: dict[str, object] = {"weights": Weights.STREAMED, "slots": 2}
 DIVIDED: dict[str, object] = {"division": Division.CONSUMERS}
 PORTIONED: dict[str, object] = {"division": Division.BLOCKS}
+LAST_DIVIDED: dict[str, object] = {"march": False, **STREAMED, "slots": 4, "division": Division.LAST_TILES}
 IMAGES: dict[str, object] = {"output": Output.IMAGES}
 SMALL_PANELS: dict[str, object] = {"weights": Weights.SMALL_PANELS, "slots": 2}
 APART: dict[str, object] = {"march": False, "split": (True, True, True)}
@@ -72,6 +73,7 @@ class Case:
         )  # fmt: skip
 
 
+LAST_TILES_DIVIDED = Case(136, 9, (2, 4, 5), (3, 2, 1), dtype="bfloat16", channels_last=True, build=LAST_DIVIDED)
 SETTINGS = {
     "one tap": Case(8, 8, (3, 5, 9), 1),
     "one position": Case(8, 8, (1, 1, 1), 3, 1, 1),
@@ -257,6 +259,10 @@ SETTINGS = {
     "divided, resident": Case(80, 16, (3, 4, 5), 3, 1, 1, dtype="float16", build={**FLAT, **DIVIDED}),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
     "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
+    "strict, march, groups": Case(
+        32, 32, (3, 4, 9), (1, 4, 4), (1, 2, 2), (0, 1, 1), groups=4, build=MARCH, strict=True
+    ),
+    "strict, groups share a tile": Case(32, 16, (3, 4, 9), (1, 3, 3), groups=4, build=FLAT, strict=True),
     "strict, weights streamed": Case(72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, **STREAMED}, strict=True),
     "strict, channels last, groups": Case(
         32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT, strict=True
@@ -296,7 +302,8 @@ class Tensors:
             self.y.stride(), c.bias, tf32=not c.strict,
         )  # fmt: skip
 
-    def run(self, plan: HaloPlan, order: str = "forward", moments: int = 0) -> None:
+    def run(self, plan: HaloPlan, order: str = "forward", moments: int = 0, **further: int) -> None:
+        """Runs all launches of a plan; `further` are addresses of the operands of a tail by name."""
         packed = torch.full((plan.packed_bytes // 4,), float("nan"))
         emulator.prepare(plan.pack, order)((self.weight.data_ptr(), packed.data_ptr()))
         bias = 0 if self.bias is None else self.bias.data_ptr()
@@ -305,9 +312,9 @@ class Tensors:
             emulator.prepare(plan.rows, order)((x, rows.data_ptr()))
             x = rows.data_ptr()
         portions = torch.full((plan.portions_bytes // 4,), float("nan"))
-        places = {"y": self.y.data_ptr(), "portions": portions.data_ptr(), "moments": moments, "null": 0}
-        y, left = (places[name] for name in plan.main.pointers[3:])
-        emulator.prepare(plan.main, order)((x, packed.data_ptr(), bias, y, left))
+        places = {"y": self.y.data_ptr(), "portions": portions.data_ptr(), "moments": moments, "null": 0, **further}
+        others = (places[name] for name in plan.main.pointers[3:])
+        emulator.prepare(plan.main, order)((x, packed.data_ptr(), bias, *others))
         if plan.sum:
             emulator.prepare(plan.sum, order)(tuple(places[name] for name in plan.sum.pointers))
 

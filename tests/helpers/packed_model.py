@@ -7,7 +7,7 @@ from torch import nn
 
 import tconv3d
 
-SHAPES = ((1, 4, 2, 3, 4), (2, 4, 2, 2, 2))  # of its inputs
+SHAPES = ((1, 4, 2, 3, 4), (2, 4, 2, 2, 2))  # shapes of the inputs
 
 
 def model() -> nn.Module:
