@@ -73,7 +73,7 @@ class Together:
 
 def test_gradients_that_a_family_computes_together(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "FAMILIES", (("both", Together), *planner.FAMILIES))
-    with preferring("both"):
+    with preferring("both", "direct"):
         check_both_together(ours)
 
 

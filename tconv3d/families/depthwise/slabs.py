@@ -15,7 +15,7 @@ from ...planning.launch import Constants
 from ...planning.problem import Problem, Strides
 
 WARP = 32  # threads
-BANKS = 32  # of shared memory, 4 bytes wide each
+BANKS = 32  # banks of shared memory: neighbouring words of 4 bytes are in neighbouring banks
 REGISTERS = 65536  # per multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block has beside its own
 WARPS = 8  # warps of a multiprocessor that hide the latency of shared memory
