@@ -293,7 +293,7 @@ class Candidate:
         # Blocks of the last wave, which is seldom full, share their multiprocessors with fewer blocks.
         rounds = whole + LAST_ROUND * (-(-self.grid // resident) - whole) if whole > 1 else 1.0
         sharing = min(self.build.blocks, -(-self.grid // device.multiprocessors))
-        *inner, storing = self._parts()
+        *inner, storing = self.parts()
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
         return rounds * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
@@ -311,7 +311,7 @@ class Candidate:
     def _waiting(self) -> float:
         """Cycles for which a block idles if no other block shares its multiprocessor."""
         steps = self.chunks * self._steps
-        products = MULTIPLY_CYCLES * self._multiplies / max(steps, 1.0)  # cycles of a step
+        products = MULTIPLY_CYCLES * self.multiplies / max(steps, 1.0)  # cycles of a step
         late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
         waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
         exposed = 0.0
@@ -329,13 +329,13 @@ class Candidate:
         return sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources) / len(self.work.phases)
 
     @property
-    def _multiplies(self) -> float:
+    def multiplies(self) -> float:
         """Matrix instructions of an average block."""
         b = self.build
         taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
         return b.warps_m * b.warps_n * self.chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
-    def _parts(self) -> tuple[float, ...]:
+    def parts(self) -> tuple[float, ...]:
         """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average block."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
@@ -350,16 +350,16 @@ class Candidate:
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
-            rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self._multiplies / self.work.products
+            rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self.multiplies / self.work.products
         copying = WEIGHT_INSTRUCTIONS / 32 * weight_bytes / 16
         copying += COPY_INSTRUCTIONS / 32 * halo_bytes / (16, 4, 2)[self.copy]
         control = STEP_INSTRUCTIONS * self._steps + HALO_INSTRUCTIONS * sources
         control = warps * self.chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
-        issued = self._multiplies + a_loads + b_bytes / 512 + rounding + copying + control
+        issued = self.multiplies + a_loads + b_bytes / 512 + rounding + copying + control
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
         issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
         return (
-            MULTIPLY_CYCLES * self._multiplies,
+            MULTIPLY_CYCLES * self.multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
             (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,

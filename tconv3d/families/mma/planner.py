@@ -65,7 +65,7 @@ def _strict(problem: Problem) -> bool:
 
 
 def _why_no_build(problem: Problem, device: Device) -> str | None:
-    found = _chosen(problem, device)
+    found = chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
     if _halo_span(found) * problem.item_bytes > INT32_MAX:
@@ -91,14 +91,14 @@ def least(problem: Problem, device: Device) -> calibration.Work:
 
 def work(problem: Problem, device: Device) -> calibration.Work:
     """Returns the work of the launches as the model predicts it."""
-    found = _chosen(problem, device)
+    found = chosen(problem, device)
     if found is None or _why_no_build(problem, device):  # work that is never the cheapest
         return calibration.Work(2, inf)
     return calibration.Work(2, found.cycles(device))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    found = _chosen(problem, device)
+    found = chosen(problem, device)
     if found is None:
         raise ValueError(why_not(problem, device))
     return plan_of(found, problem)
@@ -173,7 +173,7 @@ def forget() -> None:
     _repertoire.forget()
 
 
-def _chosen(problem: Problem, device: Device) -> Candidate | None:
+def chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
     types = (problem.dtype, problem.tf32, problem.activation)
     kind = (problem.which, problem.geometry, *types, problem.input[1] == 1)

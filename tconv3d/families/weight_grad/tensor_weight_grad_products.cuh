@@ -101,7 +101,7 @@ struct WeightGradProducts {
       for (int step = 0; step < kSteps; ++step) multiply_step<0>(rest, x[0][m], step, dy);
     }
 #pragma unroll
-    for (int e = 0; e < kTileSums; ++e) ptx::add_keeping_rest(total[e], rest[e], 1.0f);
+    for (int e = 0; e < kTileSums; ++e) ptx::add_with_rest(total[e], rest[e], 1.0f);
   }
 };
 

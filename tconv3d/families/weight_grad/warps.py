@@ -122,6 +122,12 @@ def _joined(*parts: float) -> float:
 
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
     """Predicts the cycles in which every block of a multiprocessor computes one tile."""
+    return _joined(*_tile_parts(layer, planes, tiling, box))
+
+
+def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[float, ...]:
+    """Returns the cycles of tensor cores, shared memory, issue slots, L2 and exposed latency, for one tile of every
+    block of a multiprocessor."""
     g = layer.geometry
     multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, box.segments)
     jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
@@ -133,7 +139,7 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
         + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
     )
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
-    return _joined(
+    return (
         multiplying,
         sharing + tiling.blocks * loaded * per_word,
         issuing + jobs / 4 * 100,
@@ -310,6 +316,18 @@ def cycles(p: Problem, device: Device) -> float:
     splits = _splits(p, device, layer, planes[0], tiling, box, count)
     tile = _tile_cycles(layer, planes[0], tiling, box)
     return len(planes) * _cycles(kinds, slots, _tiles(p, layer, box), tile, splits, count, device)
+
+
+def parts(p: Problem, device: Device) -> tuple[float, ...]:
+    """Returns the cycles for which tensor cores, shared memory, issue slots and L2 are busy in all launches, and the
+    cycles of exposed latency, if the blocks fill the multiprocessors evenly."""
+    g, layer = p.geometry, _layer(p)
+    tiling = tiling_of(layer, device)
+    assert tiling is not None, "parts() of a problem that why_not() refuses"
+    planes = [layer.planes(taps) for taps in layer.pieces]
+    box = _box(p, layer, planes[0], tiling)
+    rounds = tiling.kinds(g) * _tiles(p, layer, box) / (tiling.blocks * device.multiprocessors)
+    return tuple(len(planes) * rounds * part for part in _tile_parts(layer, planes[0], tiling, box))
 
 
 def _tiles(p: Problem, layer: Layer, box: Box) -> int:
