@@ -4,7 +4,7 @@
     python benchmarks/instructions.py gan_256_128_8 --kinds tf32 --passes forward --layouts contiguous --nvdisasm PATH
 
 The kernels `mma` and `tensor_weight_grad` of each layer are planned for `--gpu` (told to have `--multiprocessors`
-multiprocessors), compiled for `--arch` and disassembled. The table has one line for each kernel: instructions for each
+multiprocessors), compiled for `--arch` and disassembled. The table has one line for each kernel: instructions per
 matrix instruction (HMMA) of its loop by kind, registers, bytes spilled, warps per multiprocessor, and lower bounds of
 the time by tensor cores, shared memory, issue slots, L2 and stores, at `--ghz` GHz. Loops without matrix instructions
 inside the main loop (copies) are counted by the model of the planner instead, because their number of rounds is not

@@ -132,6 +132,13 @@ TWINS = (
         Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100"),
     ),
     Twin(
+        "mma",
+        "mma",
+        "squares[i / kBandSums] += deviation * deviation;",
+        "squares[i / kBandSums] += deviation;",
+        Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100", epilogue="norm"),
+    ),
+    Twin(
         "unfold",
         "unfold",
         "d < args.output.d && 0 <= h",

@@ -23,6 +23,7 @@
 #pragma once
 
 #include "mma_copies.cuh"
+#include "mma_moments.cuh"
 #include "mma_stores.cuh"
 #include "mma_tile.cuh"
 
@@ -318,6 +319,21 @@ struct Mma {
     }
   }
 
+  // Applies the epilogue to all sums; used if the moments of the results are stored too.
+  __device__ __forceinline__ void apply_epilogue() {
+#pragma unroll
+    for (int f = 0; f < C::kPhases; ++f) {
+#pragma unroll
+      for (int m = 0; m < C::kTilesM; ++m) {
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[f][m][j][e] = C::Epilogue::apply(sums[f][m][j][e]);
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void compute() {
     prepare();
     start_from_bias();
@@ -342,6 +358,10 @@ struct Mma {
         advance(current);
       }
       ptx::copy_wait<0>();
+    }
+    if constexpr (C::Epilogue::kLeavesMoments) {
+      apply_epilogue();
+      MmaMoments<C>{tile, sums, warp_m, warp_n, lane}.store();
     }
     const Stores stores{tile, warp_m, warp_n, lane};
     if constexpr (C::kLastOut) {

@@ -25,8 +25,10 @@ struct MmaStores {
   template <bool kChannels, int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> finished(float (&sums)[kCount], const Scalar* to, int n,
                                                              int channel, int step, int present) const {
-    const long long offset = to - static_cast<const Scalar*>(tile.args.y);
-    finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
+    if constexpr (!C::Epilogue::kLeavesMoments) {  // otherwise mma.cuh has already applied the epilogue
+      const long long offset = to - static_cast<const Scalar*>(tile.args.y);
+      finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
+    }
     Vector<Scalar, kCount> values;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Scalar>::from(sums[k]);

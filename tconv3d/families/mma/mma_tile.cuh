@@ -47,6 +47,7 @@ struct MmaTile {
   int first_source, sources;      // first source and number of sources of the block
   int first_row, rows;            // first row and number of rows of taps of the block
   int first_step, steps;          // first step and number of steps of a chunk of the block
+  int place;                      // number of the block among those with its batch items and channels
 
   __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
     int block = blockIdx.x;
@@ -62,6 +63,8 @@ struct MmaTile {
     first_h = (rest_w - rest_h * static_cast<int>(args.tiles_h.divisor)) * args.tile.h;
     first_d = (rest_h - rest_d * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
     n = rest_d * args.tile_n;
+    const int tiles = static_cast<int>(args.tiles_d.divisor * args.tiles_h.divisor * args.tiles_w.divisor);
+    place = (block - rest_d * tiles) * kBlockPhases + phase;
 
     phase_w = phase % kBlockPhasesW;
     phase_h = phase / kBlockPhasesW % kBlockPhasesH;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from ampere import AMPERE, on_ampere
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import T1, T3, Layer, check, passes, poisoned, to_tf32
 from mutants import kernel_from, mutate
-from preferred import kernels_of, only, preferring
+from preferred import kernels_of
 from torch import Tensor
 
 import tconv3d
@@ -26,14 +25,13 @@ from tconv3d.families.mma import planner as mma_planner
 from tconv3d.families.mma.work import Work
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
+from tconv3d.planning.problem import Pass, Problem, channels_last_strides, contiguous_strides
 from tconv3d.planning.side import Side
 from tconv3d.tools.bench.layers import LAYERS as BENCH
 from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 
-AMPERE = Device("small Ampere", (8, 0), multiprocessors=4, shared_bytes=101376)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
 
@@ -53,18 +51,6 @@ LAYERS = {
     "single voxel": Layer(4, 4, T1, T3, (2, 2, 2)),
     "several batch items to a tile": Layer(16, 8, (2, 2, 3), T3, (2, 2, 2), T1, batch=7),
 }
-
-
-@contextlib.contextmanager
-def on_ampere(device: Device = AMPERE, precision: str = "tf32") -> Iterator[None]:
-    """The emulator stands for a GPU without Hopper's instructions, and mma.sync computes all that it can."""
-    before = executor.EMULATED, torch.backends.cudnn.conv.fp32_precision
-    executor.EMULATED, torch.backends.cudnn.conv.fp32_precision = device, precision
-    try:
-        with only("mma", "tensor_weight_grad", "direct"), preferring("mma"), tconv3d.use_backend("emulator"):
-            yield
-    finally:
-        executor.EMULATED, torch.backends.cudnn.conv.fp32_precision = before
 
 
 def operands_of(layer: Layer, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
