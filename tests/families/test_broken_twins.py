@@ -205,6 +205,13 @@ TWINS = (
     Twin(
         "tensor_weight_grad",
         "tensor_weight_grad",
+        "return ptx::high_halves(window[kFirst / 2], window[kSecond / 2]);",
+        "return ptx::low_halves(window[kFirst / 2], window[kSecond / 2]);",
+        Case(UP, "bfloat16", plans="A100", wanted=("weight",)),
+    ),
+    Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
         "multiply_step<1>(rest, x[0][m], step, dy);",
         "",
         Case(Layer(64, 96, (3, 5, 9), T3, T2, T1), "float32", plans="A100", wanted=("weight",)),
