@@ -114,7 +114,7 @@ def bounds_of(problem: Problem, device: Device, loop: Loop) -> dict[str, float]:
     else:
         found = mma_planner.chosen(problem, device)
         assert found is not None
-        rounds = found.grid / device.multiprocessors
+        rounds = found.grid * found.tiles_of_block / device.multiprocessors
         tensor, shared, _, l2, stores = (rounds * part for part in found.parts())
         multiplies, predicted = rounds * found.multiplies, found.cycles(device)
     issue = loop.all * multiplies / 4

@@ -19,6 +19,7 @@ struct MmaStores {
 
   const Tile& tile;
   int warp_m, warp_n, lane;
+  Scalar* staged;  // shared memory for lines of outputs
 
   // Returns neighbouring sums as outputs; `to` is the address of the first output, `channel` its channel in
   // the group.
@@ -116,7 +117,7 @@ struct MmaStores {
   }
 
   template <int kFirst>
-  __device__ __forceinline__ void put_together(const Sums& sums, Scalar* staged) const {
+  __device__ __forceinline__ void put_together(const Sums& sums) const {
     const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
     const auto first = tile.position(warp_m, lane / 4, 0), second = tile.position(warp_m, lane / 4 + 8, 0);
     static_for<C::kStoreTiles>([&](auto i) {
@@ -211,7 +212,7 @@ struct MmaStores {
     }
   }
 
-  __device__ __forceinline__ void store_columns(const Scalar* staged, int first_tile) const {
+  __device__ __forceinline__ void store_columns(int first_tile) const {
     const Args& args = tile.args;
     const int lines = args.tile_n * args.tile.d * args.tile.h, warp = threadIdx.x / 32;
     const int lanes = args.store_lanes, whole = args.tile.w * kPhasesW;
@@ -244,13 +245,12 @@ struct MmaStores {
   }
 
   __device__ __forceinline__ void store_lines(const Sums& sums) const {
-    Scalar* const staged = dynamic_shared<Scalar>();
     static_for<(C::kTilesN + C::kStoreTiles - 1) / C::kStoreTiles>([&](auto i) {
       constexpr int kFirst = decltype(i)::value * C::kStoreTiles;
       __syncthreads();  // no thread still reads this shared memory
-      put_together<kFirst>(sums, staged);
+      put_together<kFirst>(sums);
       __syncthreads();
-      store_columns(staged, kFirst);
+      store_columns(kFirst);
     });
   }
 };

@@ -49,7 +49,8 @@ struct MmaTile {
   int first_step, steps;          // first step and number of steps of a chunk of the block
   int place;                      // number of the block among those with its batch items and channels
 
-  __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
+  // Tile `number` of the block.
+  __device__ __forceinline__ MmaTile(const Args& args, int number) : args(args) {
     int block = blockIdx.x;
     const int phase = block % kBlockPhases;
     block /= kBlockPhases;
@@ -57,6 +58,7 @@ struct MmaTile {
     block /= Layout::kSlices;
     group = block % C::kGroups;
     block /= C::kGroups;
+    if constexpr (C::kResident) block = block * args.tiles_of_block + number;
     const int rest_w = divide(block, args.tiles_w), rest_h = divide(rest_w, args.tiles_h);
     const int rest_d = divide(rest_h, args.tiles_d);
     first_w = (block - rest_w * static_cast<int>(args.tiles_w.divisor)) * args.tile.w;

@@ -47,6 +47,8 @@ SECTOR = 32  # bytes of a sector of memory
 SECTOR_ENDS = 28.0  # bytes of the sectors at both ends of an unaligned line that belong to other lines, on average
 TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal parts take 1.26 times one
 OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
+# Blocks with several tiles were never measured: they are taken only if predicted to be clearly faster than others.
+RESIDENT = 1.05
 LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
 K_STEP = 32  # bytes of channels per matrix instruction
@@ -84,6 +86,7 @@ class Build:
     rows: int  # rows of taps per stage
     stages: int
     blocks: int  # blocks per multiprocessor
+    resident: bool = False  # a block computes several tiles, and all its weights stay in shared memory
 
     @property
     def threads(self) -> int:
@@ -103,6 +106,7 @@ class Build:
             f"{self.warps_m * self.warps_n} warps x {self.blocks} blocks, each block {self.positions} positions x "
             f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
             f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
+            + (", weights stay in shared memory" if self.resident else "")
         )
 
 
@@ -195,6 +199,7 @@ class Candidate:
     copy: int  # kCopy in mma_copies.cuh: how the halo is copied to shared memory
     item_bytes: int
     rows: bool = False  # another launch first rewrites x as rows of channels
+    tiles_of_block: int = 1  # tiles that a block computes one after the other
 
     @property
     def rounds(self) -> bool:
@@ -267,11 +272,24 @@ class Candidate:
     def copy_bytes(self) -> int:
         items = -(-self.box.slots // 2) * 16
         halos = self.halo_buffers * self.box.slots * self.build.steps * K_STEP
-        return self.table_bytes + self.build.stages * self.stage_bytes + items + halos
+        return self.kept_bytes + items + halos
+
+    @property
+    def weight_stages(self) -> int:
+        """The stages of weights in shared memory: a ring, or all steps of a block."""
+        if not self.build.resident:
+            return self.build.stages
+        steps = (sum(-(-len(source.rows) // self.build.rows) for source in phase) for phase in self.work.phases)
+        return max(2, self.chunks * max(steps))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of shared memory before the items and halos: the table and the weights."""
+        return self.table_bytes + self.weight_stages * self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
-        return max(self.copy_bytes, self.store_bytes)
+        return max(self.copy_bytes, self.store_bytes + (self.kept_bytes if self.build.resident else 0))
 
     def blocks_that_fit(self, device: Device) -> int:
         """Returns how many blocks fit a multiprocessor's shared memory, including the system's bytes per block."""
@@ -280,7 +298,13 @@ class Candidate:
     @property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
-        return prod(self.box.tiles) * g.groups * self.slices * len(self.work.phases)
+        return -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices * len(self.work.phases)
+
+    def in_one_wave(self, device: Device) -> Candidate:
+        """Returns the candidate with as many tiles for each block as make all blocks run at the same time."""
+        kinds = self.work.side.problem.geometry.groups * self.slices * len(self.work.phases)
+        blocks = max(1, self.build.blocks * device.multiprocessors // kinds)
+        return replace(self, tiles_of_block=-(-prod(self.box.tiles) // blocks))
 
     def cycles(self, device: Device) -> float:
         """Returns the predicted cycles of the whole launch, and of the launch that rewrites x, if any.
@@ -296,7 +320,8 @@ class Candidate:
         *inner, storing = self.parts()
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
-        return rounds * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
+        tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
+        return tiles * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
 
     def _writing_rows(self, device: Device) -> float:
         """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
@@ -330,13 +355,13 @@ class Candidate:
 
     @property
     def multiplies(self) -> float:
-        """Matrix instructions of an average block."""
+        """Matrix instructions of an average tile."""
         b = self.build
         taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
         return b.warps_m * b.warps_n * self.chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
     def parts(self) -> tuple[float, ...]:
-        """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average block."""
+        """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average tile."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
@@ -345,7 +370,7 @@ class Candidate:
         k_steps = self.chunks * b.steps
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
-        weight_bytes = self.chunks * taps * self.tap_bytes
+        weight_bytes = self.chunks * taps * self.tap_bytes / self.tiles_of_block
         halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
@@ -463,11 +488,11 @@ def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: boo
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
                 found = Candidate(work, build, box, copy, item_bytes, rows)
-                fit = found.blocks_that_fit(device)
-                if fit >= build.blocks:
-                    yield found
-                elif fit > 0:
-                    yield replace(found, build=replace(build, blocks=fit))
+                fit = min(found.blocks_that_fit(device), build.blocks)
+                if fit > 0:
+                    yield found if fit == build.blocks else replace(found, build=replace(build, blocks=fit))
+                if build.stages == 2:
+                    yield from _resident(found, device)
 
 
 def candidates_of(
@@ -477,5 +502,19 @@ def candidates_of(
     work = Work(side, build.unrolled)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)
+        if build.resident:
+            found = found.in_one_wave(device)
         if found.blocks_that_fit(device) >= build.blocks:
             yield found
+
+
+def _resident(found: Candidate, device: Device) -> Iterator[Candidate]:
+    """Yields the candidate with all its weights in shared memory, if they fit and a block has several tiles."""
+    if found.chunks * found.work.least_rows * found.stage_bytes // found.build.rows > device.shared_bytes:
+        return
+    resident = replace(found, build=replace(found.build, resident=True))
+    fit = min(resident.blocks_that_fit(device), found.build.blocks)
+    if fit > 0:
+        several = replace(resident, build=replace(resident.build, blocks=fit)).in_one_wave(device)
+        if several.tiles_of_block > 1:
+            yield several
