@@ -8,7 +8,7 @@ position of the halo is an item, with a chunk of channels in slots of shared mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -87,6 +87,7 @@ class Build:
     stages: int
     blocks: int  # blocks per multiprocessor
     resident: bool = False  # a block computes several tiles, and all its weights stay in shared memory
+    apart: bool = False  # every row of taps has a halo of its own
 
     @property
     def threads(self) -> int:
@@ -107,6 +108,7 @@ class Build:
             f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
             f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
             + (", weights stay in shared memory" if self.resident else "")
+            + (", a halo for each tap" if self.apart else "")
         )
 
 
@@ -466,7 +468,10 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             if needed > MAX_REGISTERS:
                 continue
             for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
-                yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks)
+                yield Build(
+                    *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
+                    apart=work.apart,
+                )
 
 
 @lru_cache(maxsize=4096)
@@ -483,8 +488,19 @@ def rows_of_step(work: Work, multiplies: int) -> tuple[int, ...]:
 
 
 def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
-    """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels."""
-    for work in works(side):
+    """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels.
+
+    Where taps reach so far that no halo fits, every tap gets a halo of its own.
+    """
+    found = None
+    for found in _of_works(works(side), copy, item_bytes, device, rows):
+        yield found
+    if found is None:
+        yield from _of_works([Work(side, 0, apart=True)], copy, item_bytes, device, rows)
+
+
+def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Device, rows: bool) -> Iterator[Candidate]:
+    for work in divided:
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
                 found = Candidate(work, build, box, copy, item_bytes, rows)
@@ -499,7 +515,7 @@ def candidates_of(
     build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
 ) -> Iterator[Candidate]:
     """Yields one build with each of its boxes that fit the device."""
-    work = Work(side, build.unrolled)
+    work = Work(side, build.unrolled, build.apart)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)
         if build.resident:

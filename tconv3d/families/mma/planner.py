@@ -25,7 +25,7 @@ from ...planning.side import Side
 from ...planning.turning import channel_rows
 from .arguments import MMA, MMA_PACK
 from .model import Build, Candidate, candidates, candidates_of
-from .work import Work
+from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
@@ -342,6 +342,7 @@ def _step_tables(found: Candidate) -> Constants:
         ("kRows", most),
         ("kWholeSteps", all(count == most for count in counts)),
         ("kMostSources", max(map(len, found.work.phases))),
+        ("kManySources", max(map(len, found.work.phases)) > MAX_SOURCES),
         ("kFirstStep", tuple(first)),
         ("kStepRows", counts),
         ("kStepSource", numbers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tconv3d.families.mma import planner as mma_planner
 from tconv3d.families.mma.work import Work
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.offers import Offer
 from tconv3d.planning.problem import Pass, Problem, channels_last_strides, contiguous_strides
 from tconv3d.planning.side import Side
 from tconv3d.tools.bench.layers import LAYERS as BENCH
@@ -69,6 +71,41 @@ def checked(layer: Layer, dtype: torch.dtype, operands: list[Tensor]) -> None:
 def test_every_element_against_float64(name: str, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     with on_ampere():
         checked(LAYERS[name], dtype, operands_of(LAYERS[name], dtype, memory_format))
+
+
+FAR = {
+    "forward": Layer(8, 8, (2, 1, 5), (4, 7, 4), (2, 1, 1), (5, 3, 3), (3, 1, 0), (5, 2, 3), batch=1),
+    "input gradient": Layer(4, 4, (9, 5, 3), (1, 3, 2), (5, 5, 2), (0, 4, 0), (4, 3, 0), (1, 5, 1), batch=1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAR)
+def test_taps_that_reach_far_have_a_halo_each(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, plan_of = [], mma_planner.plan_of
+    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: tiles.append(plan_of(*given).tile) or plan_of(*given))
+    with on_ampere():
+        checked(FAR[name], dtype, operands_of(FAR[name], dtype, CONTIGUOUS))
+    assert len(tiles) == 2 and any("a halo for each tap" in tile for tile in tiles)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_geometry_gets_an_offer(data: st.DataObject) -> None:
+    """Four or more channels per group on both sides are all that the family asks for."""
+    groups, five = data.draw(st.sampled_from((1, 2, 4))), st.integers(1, 5)
+    ins, outs = (groups * data.draw(st.sampled_from((4, 7, 16, 33))) for _ in range(2))
+    kernel, stride, dilation, size = (data.draw(st.tuples(five, five, five)) for _ in range(4))
+    padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True))
+    geometry = Geometry.make(ins, outs, kernel, stride, padding, (0, 0, 0), groups, dilation)
+    batch, strides = data.draw(five), data.draw(st.sampled_from((contiguous_strides, channels_last_strides)))
+    x, y = strides((batch, ins, *size)), strides((batch, outs, *geometry.output_size(size)))
+    weight = contiguous_strides((ins, outs // groups, *kernel))
+    for which, dtype in product((Pass.FORWARD, Pass.INPUT_GRAD), ("float32", "bfloat16")):
+        problem = Problem(which, geometry, batch, size, dtype, x, weight, y, tf32=dtype == "float32")
+        (answer,) = mma_planner.offer({which: problem}, AMPERE)
+        assert isinstance(answer, Offer) and isfinite(answer.microseconds), (answer, problem)
 
 
 @pytest.mark.slow
