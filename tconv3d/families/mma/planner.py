@@ -249,7 +249,9 @@ def _typical(problem: Problem) -> list[Problem]:
 @lru_cache(maxsize=1024)
 def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
-    settings = (problem, replace(device, name=""))
+    # What follows the sums does not matter to the model: layers that differ in it share a search.
+    plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
 
