@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -76,7 +77,9 @@ def kind_of(name: str) -> str:
 
 def loop_of(text: str) -> Loop:
     """Finds the main loop in a disassembly."""
-    names, targets, labels = [], [], {}
+    names: list[str] = []
+    targets: list[tuple[int, str] | None] = []
+    labels: dict[str, int] = {}
     for line in text.splitlines():
         if found := LABEL.match(line):
             labels[found[1]] = len(names)
@@ -170,13 +173,11 @@ def main() -> None:
         f"{'layer':20} {'kind':8} {'pass':11} {'mma':>5} {'all':>6} " + " ".join(f"{c:>7}" for c in COLUMNS), end=""
     )
     print(" loops regs spill wps  bytes blocks | tensor  shared   issue      L2  stores predicted (ms)  binds")
-    for name in options.layers:
-        for kind in options.kinds:
-            for layout in options.layouts:
-                for problem in problems_of_layer(LAYERS[name], kind, layout):
-                    if PASSES.get(problem.which) in options.passes:
-                        line = line_of(problem, device, options)
-                        print(f"{name:20} {kind:8} {PASSES[problem.which]:11} {line}", flush=True)
+    for name, kind, layout in product(options.layers, options.kinds, options.layouts):
+        for problem in problems_of_layer(LAYERS[name], kind, layout):
+            if PASSES.get(problem.which) in options.passes:
+                line = line_of(problem, device, options)
+                print(f"{name:20} {kind:8} {PASSES[problem.which]:11} {line}", flush=True)
 
 
 if __name__ == "__main__":
