@@ -51,6 +51,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
     "rows of channels": (replace(WIDE, out_channels=32, bias=False), torch.bfloat16, CHANNELS_LAST),
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
+    "even lines, before Hopper": (UP, torch.bfloat16, CONTIGUOUS),
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
 }
 # Kernels that are to run, though they are predicted to win for larger layers.
@@ -64,6 +65,7 @@ PREFERRED = {
     "wide, channels last": ("halo", "turned"),
     "rows of channels": ("rows_weight_grad",),
     "wide, before Hopper": ("mma", "tensor_weight_grad"),
+    "even lines, before Hopper": ("mma", "tensor_weight_grad"),
     "wide, even lines": ("halo", "hopper_weight_grad"),
 }
 # Layers that run in TF32, and what the fuzz favours for them.
