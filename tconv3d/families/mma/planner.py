@@ -18,8 +18,8 @@ from ...planning.arguments import per_axis
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
-from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
+from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides
+from ...planning.repertoire import Repertoire, searched, typical_problems
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.turning import channel_rows
@@ -222,28 +222,10 @@ def chosen(problem: Problem, device: Device) -> Candidate | None:
         (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
         (problem.batch, problem.input_size),
         lambda: _own(problem, device),
-        lambda: (found for each in _typical(problem) if (found := _own(each, device)) is not None),
+        lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
         lambda choice, _: best.cycles(device) if (best := _best(problem, device, choice)) else inf,
     )
     return None if choice is None else _best(problem, device, choice)
-
-
-def _typical(problem: Problem) -> list[Problem]:
-    """Returns the layer's pass over typical volumes, the nearest in size first."""
-    g, found = problem.geometry, []
-    for batch, edge in TYPICAL:
-        size = (edge, edge, edge)
-        if min(g.output_size(size)) < 1:
-            continue
-        x, y = (batch, g.in_channels, *size), (batch, g.out_channels, *g.output_size(size))
-        strides = (
-            channels_last_strides(shape) if given[1] == 1 else contiguous_strides(shape)
-            for shape, given in ((x, problem.input), (y, problem.output))
-        )
-        input, output = strides
-        found.append(replace(problem, batch=batch, input_size=size, input=input, output=output))
-    positions = problem.batch * prod(problem.input_size)
-    return nearest(positions, ((each.batch * prod(each.input_size), each) for each in found))
 
 
 @lru_cache(maxsize=1024)
