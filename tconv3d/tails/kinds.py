@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_ops import checks
+from ..torch_ops.casting import autocast_type, cast_operands
 from ..torch_ops.checks import Convolution
+from ..torch_ops.dispatch import device_type
 from ..torch_ops.problems import tf32_of
 from ..torch_ops.pytorch_ops import result_strides
 from .algebra import Layer
@@ -70,14 +72,16 @@ class Kinds:
     ) -> Kind | str:
         """Returns what a call runs, or why its tail cannot be fused.
 
-        `extra` is passed to the tail behind the convolution's result. `state` is what the tail depends on besides.
+        The operands are those before autocast casts them. `extra` is passed to the tail behind the convolution's
+        result. `state` is what the tail depends on besides.
         """
         passed = tuple(
             (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else repr(each)
             for each in extra
         )
         own = input.shape, input.stride(), input.dtype, input.device, tf32_of(input)
-        key = *own, weight.shape, weight.stride(), convolution, passed, state
+        cast = autocast_type(device_type(input))
+        key = *own, cast, weight.shape, weight.stride(), convolution, passed, state
         found = self._met.get(key)
         if found is None:
             if len(self._met) >= MOST_KINDS:
@@ -88,6 +92,8 @@ class Kinds:
     def _traced(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]
     ) -> Kind | str:
+        with torch.no_grad():
+            input, weight, bias = cast_operands(input, weight, bias, keep=False)
         geometry = checks.check_forward(input, weight, bias, convolution)
         shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
         layout = shape, result_strides(shape, input, weight), input.dtype, input.device

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_ops import axis_executor, executor, pool_executor, tail_executor
+from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
@@ -37,16 +38,38 @@ class Prepared:
 
     stages: Stages
     _seen: tuple[Any, ...] = ()  # weight, bias and captured tensors with their versions, when `_constant` was made
+    _held: tuple[Tensor | None, ...] = ()  # keeps the tensors of `_seen` alive, so that no other one gets their names
     _constant: Env = field(default_factory=dict)
     _folded: tuple[Tensor, Tensor | None] | None = None
     _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
 
     def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any] = ()
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
     ) -> Any:
-        """Returns what the tail gives for the convolution's result."""
+        """Returns what the tail gives for the convolution's result.
+
+        `parameters` are weight and bias before autocast has cast them.
+        """
+        with below_autocast(input):
+            return self._run(input, weight, bias, convolution, extra, parameters)
+
+    def _run(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
+    ) -> Any:
         s = self.stages
-        env = self._start(weight, bias, convolution, extra)
+        env = self._start(weight, bias, convolution, extra, parameters)
         if self._folded is not None:
             weight, bias = self._folded
 
@@ -79,11 +102,18 @@ class Prepared:
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
         return Tail(s.epilogue.cpp, vectors, wholes)
 
-    def _start(self, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]) -> Env:
+    def _start(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
+    ) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
         s, nodes = self.stages, self.stages.graph.graph.nodes
         captured = captured_in(s.graph)
-        seen = _versions([weight, bias, *captured.values()])
+        seen = _versions([*parameters, *captured.values()])
         if seen is None or seen != self._seen:
             env: Env = dict(captured)
             compute(s.constants, env)
@@ -97,7 +127,7 @@ class Prepared:
             if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
                 like = s.fed.meta["val"]
                 self._vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
-            self._seen, self._constant = seen or (), env
+            self._seen, self._held, self._constant = seen or (), parameters, env
         env = dict(self._constant)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         env.update(zip(placeholders[1:], extra, strict=True))

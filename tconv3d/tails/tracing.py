@@ -130,6 +130,17 @@ class CannotTrace(RuntimeError):
     """Says why a tail cannot be traced; the tail then runs in PyTorch."""
 
 
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Keeps autocast as it is, but for its cache, into which tensors without data would get."""
+    usual = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(usual)
+
+
 def trace(
     tail: Tail,
     shape: Sequence[int],
@@ -138,7 +149,10 @@ def trace(
     device: torch.device,
     extra: Sequence[Any] = (),
 ) -> fx.GraphModule:
-    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device."""
+    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device.
+
+    Under autocast the casts that it makes are part of the graph.
+    """
 
     if any(isinstance(each, (list, tuple, dict, set)) for each in extra):
         raise CannotTrace("an argument of the call holds others (a list, a tuple or a dictionary)")
@@ -149,7 +163,7 @@ def trace(
             return tail(z, *rest)
 
     try:
-        with torch.no_grad(), nothing_written() as mode:
+        with torch.no_grad(), _uncached_autocast(), nothing_written() as mode:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 z = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
             traced = make_fx(
