@@ -17,19 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..planning.planner import Refused
-from ..tails.algebra import Layer
 from ..tails.expressions import VALUE
-from ..tails.running import Prepared
-from ..tails.stages import stages
-from ..tails.tracing import CannotTrace, trace
+from ..tails.kinds import Kinds
 from ..torch_ops import checks, dispatch, ops
-from ..torch_ops.chain_ops import Chain
+from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
-from ..torch_ops.problems import tf32_of
-from ..torch_ops.pytorch_ops import result_strides
+from ..torch_ops.dispatch import recording
 from .modules import ConvTranspose3d, arguments
-
-MOST_KINDS = 64  # kinds of calls whose stages a module remembers
 
 
 @dataclass(frozen=True)
@@ -64,22 +58,25 @@ class FusedTail(nn.Module):
         self.convolution = convolution
         self.tail = tail
         self.exact_order = exact_order
-        self._prepared: dict[Any, Prepared | str] = {}
+        self._kinds = Kinds(tail, exact_order)
 
     def forward(self, input: Tensor, *extra: Any) -> Any:
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
-        prepared = self._prepare(input, extra)
-        if isinstance(prepared, str):
+        if self._why_not(input, extra) is not None:
             return self._unfused(input, *extra)
         weight, bias, *settings = arguments(self.convolution, input, None)
-        convolution = convolution_of(*settings)
+        operands = input, weight, bias, convolution_of(*settings)
+        kind = self._kinds.find(*operands, extra, self._state())
+        if isinstance(kind, str):
+            return self._unfused(input, *extra)
+        passed = [each for each in extra if isinstance(each, Tensor)]
         try:
-            if not self._recording(prepared, input, extra):
+            if not recording(input, weight, bias, *passed, *kind.captured):
                 with torch.no_grad():
-                    return prepared.run(input, weight, bias, convolution, extra)
-            passes = prepared.differentiable
-            if passes.possible and not extra:
-                return Chain.apply(passes, self._unfused, input, weight, bias, convolution, *passes.wanted)
+                    return kind.prepared.run(*operands, extra)
+            passes = kind.recorded(passed)
+            if passes.possible:
+                return passes.finish(chain(passes, *operands, passed), passed)
         except Refused:  # the planner leaves this layer to PyTorch's operator
             pass
         return self._unfused(input, *extra)
@@ -87,21 +84,16 @@ class FusedTail(nn.Module):
     def _unfused(self, input: Tensor, *extra: Any) -> Any:
         return self.tail(self.convolution(input), *extra)
 
-    def _recording(self, prepared: Prepared, input: Tensor, extra: tuple[Any, ...]) -> bool:
-        """Tells whether a call records gradients."""
-        if not torch.is_grad_enabled():
-            return False
-        layer = self.convolution
-        tensors = [input, layer.weight, layer.bias, *extra, *prepared.differentiable.wanted]
-        return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
-
     def report(self, input: Tensor, *extra: Any) -> FuseReport:
         """Returns what becomes of the tail in a call with these arguments that records no gradients."""
-        with torch.no_grad():
-            prepared = self._prepare(input, extra)
-        if isinstance(prepared, str):
-            return FuseReport("", "", "", (), (), prepared)
-        s = prepared.stages
+        why = self._why_not(input, extra)
+        if why is None:
+            weight, bias, *settings = arguments(self.convolution, input, None)
+            kind = self._kinds.find(input, weight, bias, convolution_of(*settings), extra, self._state())
+            why = kind if isinstance(kind, str) else None
+        if why is not None:
+            return FuseReport("", "", "", (), (), why)
+        s = kind.prepared.stages
         taken = s.statistics
         return FuseReport(
             weight=", ".join(
@@ -120,35 +112,9 @@ class FusedTail(nn.Module):
 
     def train(self, mode: bool = True) -> FusedTail:
         """Switches between training and evaluation; what was computed from weights is computed again."""
-        self._prepared.clear()
+        self._kinds.forget()
         super().train(mode)
         return self
-
-    def _prepare(self, input: Tensor, extra: tuple[Any, ...]) -> Prepared | str:
-        """Returns the stages of a call, or why it is not fused."""
-        why = self._why_not(input, extra)
-        if why is not None:
-            return why
-        key = self._key(input, extra)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            if len(self._prepared) >= MOST_KINDS:
-                self._prepared.clear()
-            prepared = self._prepared[key] = self._traced(input, extra)
-        return prepared
-
-    def _traced(self, input: Tensor, extra: tuple[Any, ...]) -> Prepared | str:
-        weight, bias, *settings = arguments(self.convolution, input, None)
-        convolution = convolution_of(*settings)
-        geometry = checks.check_forward(input, weight, bias, convolution)
-        shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
-        layout = shape, result_strides(shape, input, weight), input.dtype, input.device
-        try:
-            size, kernel = input.shape[2:], weight.shape[2:]
-            layer = Layer((size[0], size[1], size[2]), (kernel[0], kernel[1], kernel[2]), convolution)
-            return Prepared(stages(trace(self.tail, *layout, extra), self.exact_order, layer=layer))
-        except CannotTrace as error:
-            return f"the tail cannot be traced: {error}"
 
     def _why_not(self, input: Tensor, extra: tuple[Any, ...]) -> str | None:
         layer = self.convolution
@@ -178,18 +144,13 @@ class FusedTail(nn.Module):
             for each in inside
         )
 
-    def _key(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
-        """Returns what a trace depends on: shapes, types, layouts, modes of modules, and their parameters."""
+    def _state(self) -> Any:
+        """Returns what a trace depends on besides the arguments: modes of the tail's modules, and their parameters."""
         modules = self.tail.modules() if isinstance(self.tail, nn.Module) else ()
-        state = tuple(
+        return tuple(
             (module.training, *map(id, module._parameters.values()), *map(id, module._buffers.values()))
             for module in modules
         )
-        passed = tuple(
-            (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else repr(each)
-            for each in extra
-        )
-        return input.shape, input.stride(), input.dtype, input.device, tf32_of(input), passed, state
 
 
 def fuse(layer: nn.ConvTranspose3d, tail: Callable[..., Any], *, exact_order: bool = False) -> FusedTail:

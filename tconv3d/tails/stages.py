@@ -23,10 +23,10 @@ from torch import fx
 
 from .algebra import Layer, Moved, SpaceSum, find
 from .expressions import Expression
-from .lowering import LOWERED_FROM, lower
+from .lowering import lower
 from .pointwise import Shape, Writer, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
 from .rounds import MOST_LETTERS, MOST_WHOLE, Divided, Launch, divide
-from .tracing import copied, without_variances, writes
+from .tracing import LOWERED_FROM, copied, is_random, without_variances, writes
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def _stages(graph: fx.GraphModule, exact_order: bool, plain: bool, whole: set[st
     nodes = list(graph.graph.nodes)
     z, *passed = [node for node in nodes if node.op == "placeholder"]
     shape = shape_of(z)
-    effects = [node for node in nodes if node.op == "call_function" and writes(node)]
+    effects = [node for node in nodes if node.op == "call_function" and (writes(node) or is_random(node))]
     moving = dependent(nodes, [z, *passed, *effects])
     captured = [node for node in nodes if node not in moving and node.op != "output"]
     affine = _Head(z, nodes, shape, set() if exact_order else set(captured))
@@ -104,7 +104,7 @@ def _stages(graph: fx.GraphModule, exact_order: bool, plain: bool, whole: set[st
     head = _Head(start, nodes, shape, {*captured, *given} if moved is None else set(), wholes=True)
     u = start if plain or product else head.last_of_kernel()
     found = None if product else _statistics(u, nodes, shape)
-    without_variances(graph.graph, found.nodes if found else ())
+    without_variances(graph.graph, found.nodes if found else (), whole)
     graph.recompile()
     differentiable = copied(graph)
     lower(graph.graph, whole)

@@ -8,7 +8,7 @@ the tail's own objects. This module knows nothing of kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,11 +18,16 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
+LOWERED_FROM = "lowered_from"  # the entry of a node's `meta` that names the node whose replacement it is part of
+
 Tail = Callable[..., Any]
+
+SWITCHES_GRADIENTS = "switches_gradients"  # the entry of a graph's `meta`: whether the tail contains `torch.no_grad`
 
 # Operators that are replaced by arithmetic: activations, norms, and shorthands.
 _REPLACED = (
@@ -111,6 +116,16 @@ def nothing_written() -> Iterator[TorchDispatchMode]:
                 tensor.copy_(value)
 
 
+class _Switches(TorchFunctionMode):
+    """Notices that a function switches gradients off or on, which a graph of operators does not show."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or func is torch._C._set_grad_enabled
+        return func(*args, **(kwargs or {}))
+
+
 class CannotTrace(RuntimeError):
     """Says why a tail cannot be traced; the tail then runs in PyTorch."""
 
@@ -125,8 +140,12 @@ def trace(
 ) -> fx.GraphModule:
     """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device."""
 
+    if any(isinstance(each, (list, tuple, dict, set)) for each in extra):
+        raise CannotTrace("an argument of the call holds others (a list, a tuple or a dictionary)")
+    switches = _Switches()
+
     def called(z: Tensor, *rest: Any) -> Any:  # without the defaults of the tail's own signature
-        with mode:
+        with mode, switches:
             return tail(z, *rest)
 
     try:
@@ -157,6 +176,7 @@ def trace(
         graph.erase_node(node)
     graph.eliminate_dead_code()
     traced.recompile()
+    traced.meta[SWITCHES_GRADIENTS] = switches.seen
     return traced
 
 
@@ -167,10 +187,15 @@ def copied(traced: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(traced, graph)
 
 
-def without_variances(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
-    """Replaces variances, but those of the nodes in `kept`, by means and by sums of squared deviations, in place."""
+def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[str] = ()) -> None:
+    """Replaces variances by means and by sums of squared deviations, in place.
+
+    The nodes in `kept` and those named in `but` stay.
+    """
     for node in list(graph.nodes):
         if node.target is not aten.var_mean.correction or node in kept or not node.kwargs.get("keepdim"):
+            continue
+        if node.name in but:
             continue
         (x, dims), correction = node.args, node.kwargs.get("correction", 1)
         count = prod(x.meta["val"].shape[dim] for dim in dims)
@@ -180,6 +205,8 @@ def without_variances(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
             square = inserted(graph, aten.mul.Tensor, (deviation, deviation))
             total = inserted(graph, aten.sum.dim_IntList, (square, dims, True))
             variance = inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
+        for part in (mean, deviation, square, total, variance):
+            part.meta[LOWERED_FROM] = node.name
         for user in list(node.users):
             user.replace_all_uses_with((variance, mean)[user.args[1]])
             graph.erase_node(user)
@@ -195,6 +222,11 @@ def inserted(
     with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
         node.meta["val"] = target(*values, **(options or {}))
     return node
+
+
+def is_random(node: fx.Node) -> bool:
+    """Tells whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def writes(node: fx.Node) -> bool:
