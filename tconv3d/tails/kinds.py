@@ -49,8 +49,20 @@ class Kind:
 class Kinds:
     """Holds the kinds of calls of one tail that were met so far."""
 
-    def __init__(self, tail: Callable[..., Any], exact_order: bool) -> None:
+    def __init__(
+        self,
+        tail: Callable[..., Any],
+        exact_order: bool,
+        steady: frozenset[int] = frozenset(),
+        written: frozenset[int] = frozenset(),
+    ) -> None:
+        """Takes a tail, and places of its arguments behind the convolution's result.
+
+        `steady` are those of tensors that are mostly the same in all calls, such as parameters; `written` are those
+        of tensors that the tail may write to.
+        """
         self.tail, self.exact_order = tail, exact_order
+        self.steady, self.written = steady, written
         self._met: dict[Any, Kind | str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,11 +110,11 @@ class Kinds:
         shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
         layout = shape, result_strides(shape, input, weight), input.dtype, input.device
         try:
-            traced = trace(self.tail, *layout, extra)
+            traced = trace(self.tail, *layout, extra, self.written)
         except CannotTrace as error:
             return f"the tail cannot be traced: {error}"
         size, kernel = input.shape[2:], weight.shape[2:]
         layer = Layer((size[0], size[1], size[2]), (kernel[0], kernel[1], kernel[2]), convolution)
-        prepared = Prepared(stages(traced, self.exact_order, layer=layer))
+        prepared = Prepared(stages(traced, self.exact_order, layer=layer, steady=self.steady), self.steady)
         captured = {id(each): each for each in captured_in(traced).values()}
         return Kind(traced, prepared, tuple(captured.values()))

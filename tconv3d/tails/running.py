@@ -6,7 +6,8 @@ another way (`recording.py`), by the same rounds of passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -37,8 +38,8 @@ class Prepared:
     """Holds the stages of a tail for one kind of call, and what was computed from captured tensors alone."""
 
     stages: Stages
-    _seen: tuple[Any, ...] = ()  # weight, bias and captured tensors with their versions, when `_constant` was made
-    _held: tuple[Tensor | None, ...] = ()  # keeps the tensors of `_seen` alive, so that no other one gets their names
+    steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
+    _seen: tuple[Any, ...] | None = None  # weight, bias and captured tensors as they were when `_constant` was made
     _constant: Env = field(default_factory=dict)
     _folded: tuple[Tensor, Tensor | None] | None = None
     _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
@@ -112,9 +113,11 @@ class Prepared:
     ) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
         s, nodes = self.stages, self.stages.graph.graph.nodes
+        placeholders = [node for node in nodes if node.op == "placeholder"][1:]
         captured = captured_in(s.graph)
-        seen = _versions([*parameters, *captured.values()])
-        if seen is None or seen != self._seen:
+        captured.update({placeholders[place]: extra[place] for place in self.steady})
+        tensors = [*parameters, *captured.values()]
+        if not _unchanged(self._seen, tensors):
             env: Env = dict(captured)
             compute(s.constants, env)
             self._folded = None
@@ -127,11 +130,13 @@ class Prepared:
             if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
                 like = s.fed.meta["val"]
                 self._vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
-            self._seen, self._held, self._constant = seen or (), parameters, env
-        env = dict(self._constant)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        env.update(zip(placeholders[1:], extra, strict=True))
-        return env
+            self._constant = {node: env[node] for node in s.constants}
+            self._seen = _seen(tensors, self._drop)
+        return {**captured, **self._constant, **dict(zip(placeholders, extra, strict=True))}
+
+    def _drop(self, _: object) -> None:
+        """Forgets what was computed from a tensor that no longer exists."""
+        self._seen, self._constant, self._folded, self._vectors = None, {}, None, None
 
 
 def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False) -> None:
@@ -316,11 +321,27 @@ def means_and_variances(found: Tensor, statistics: Statistics) -> Env:
     return env
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-    """Returns what changes when one of the tensors is written, or None for tensors that do not count their writes."""
+def _seen(tensors: Sequence[Tensor | None], gone: Callable[[object], None]) -> tuple[Any, ...] | None:
+    """Returns what tells whether tensors were written to or replaced, or None if they do not count their writes.
+
+    `gone` is called when one of the tensors no longer exists.
+    """
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
-    return tuple(None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors)
+    return tuple(None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
+
+
+def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None]) -> bool:
+    """Tells whether these are the tensors that `_seen` has seen, with the same contents."""
+    if seen is None:
+        return False
+    for before, now in zip(seen, tensors, strict=True):
+        if before is None or now is None:
+            if before is not now:
+                return False
+        elif before[0]() is not now or before[1] != now.data_ptr() or before[2] != now._version:
+            return False
+    return True
 
 
 def _laid_out(whole: Tensor, like: Tensor) -> Tensor:

@@ -148,10 +148,12 @@ def trace(
     dtype: torch.dtype,
     device: torch.device,
     extra: Sequence[Any] = (),
+    written: Container[int] = (),
 ) -> fx.GraphModule:
     """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device.
 
-    Under autocast the casts that it makes are part of the graph.
+    Under autocast the casts that it makes are part of the graph. The tail may write to the arguments in `extra` whose
+    places `written` lists, and to tensors that it captures.
     """
 
     if any(isinstance(each, (list, tuple, dict, set)) for each in extra):
@@ -177,9 +179,12 @@ def trace(
     graph = traced.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     assert len(placeholders) == 1 + len(extra)
+    allowed = {node for place, node in enumerate(placeholders[1:]) if place in written}
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or not writes(node) or node.args[0].op == "get_attr":
-            continue  # writes to captured tensors (running statistics) are part of the tail
+        if node.op != "call_function" or not writes(node):
+            continue
+        if node.args[0].op == "get_attr" or node.args[0] in allowed:
+            continue  # writes to running statistics are part of the tail
         if node.target is aten.as_strided_.default and node.meta["val"].shape == node.args[0].meta["val"].shape:
             node.replace_all_uses_with(node.args[0])  # an adaptive pool gives its result the layout of its operand
             graph.erase_node(node)
