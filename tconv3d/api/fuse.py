@@ -24,6 +24,7 @@ from ..torch_ops.casting import cast_operands
 from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.dispatch import recording
+from .functional import conv_transpose3d
 from .modules import ConvTranspose3d, arguments
 
 
@@ -63,6 +64,8 @@ class FusedTail(nn.Module):
 
     def forward(self, input: Tensor, *extra: Any) -> Any:
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
+        if torch.compiler.is_compiling():
+            return self._compiled(input, *extra)
         kind = self._kind(input, extra)
         if isinstance(kind, str):
             return self._unfused(input, *extra)
@@ -81,6 +84,13 @@ class FusedTail(nn.Module):
         except Refused:  # the planner leaves this layer to PyTorch's operator
             pass
         return self._unfused(input, *extra)
+
+    def _compiled(self, input: Tensor, *extra: Any) -> Any:
+        """Calls this library's convolution and then the tail: what is fused is decided by what compiles the graph."""
+        layer = self.convolution
+        if type(layer) is not nn.ConvTranspose3d or layer._forward_hooks or layer._forward_pre_hooks:
+            return self._unfused(input, *extra)
+        return self.tail(conv_transpose3d(input, *arguments(layer, input, None)), *extra)
 
     def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Kind | str:
         """Returns what a call runs, or why it is not fused."""

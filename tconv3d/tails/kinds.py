@@ -38,7 +38,10 @@ class Kind:
 
     def recorded(self, passed: Sequence[Tensor]) -> Differentiable:
         """Returns what calls run that record gradients."""
-        needed = tuple(each.requires_grad for each in passed)
+        return self.recorded_for(tuple(each.requires_grad for each in passed))
+
+    def recorded_for(self, needed: tuple[bool, ...]) -> Differentiable:
+        """Returns what calls run that record gradients; `needed` says which of the passed tensors need one."""
         key = (*needed, *(each.requires_grad for each in self.captured))
         found = self._recorded.get(key)
         if found is None:

@@ -141,6 +141,13 @@ def _uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(usual)
 
 
+def _again(value: Any) -> Any:
+    """Returns a tensor without data of the current mode for one of another mode, and any other value itself."""
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def trace(
     tail: Tail,
     shape: Sequence[int],
@@ -168,6 +175,7 @@ def trace(
         with torch.no_grad(), _uncached_autocast(), nothing_written() as mode:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 z = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+                extra = [_again(each) for each in extra]
             traced = make_fx(
                 torch.func.functionalize(called),
                 decomposition_table=_table(),
