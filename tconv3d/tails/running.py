@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import axis_executor, executor, pool_executor, tail_executor
+from ..torch_ops import axis_executor, executor, kept, pool_executor, tail_executor
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
@@ -290,7 +290,7 @@ def _versions(tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
     """Returns what changes when one of the tensors is written, or None for tensors that do not count their writes."""
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
-    return tuple(None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors)
+    return kept.forgotten(), *(None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors)
 
 
 def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
