@@ -74,17 +74,20 @@ class Chain:
             words,
         )
 
-    def tail(self) -> fx.Graph:
+    def tail(self, pass_attributes: bool = False) -> fx.Graph:
         """Returns the tail as a graph of its own: placeholders for the convolution's result and for `passed`.
 
-        Modules and attributes have the names that they have in the graph of the chain.
+        Modules and attributes have the names that they have in the graph of the chain. With `pass_attributes` the
+        attributes are placeholders too, behind the others.
         """
         graph = fx.Graph()
         copies = {self.convolution: graph.placeholder("z")}
-        for index, node in enumerate(self.passed):
+        given = (*self.passed, *self.attributes) if pass_attributes else self.passed
+        for index, node in enumerate(given):
             copies[node] = graph.placeholder(f"passed_{index}")
         for node in (*self.attributes, *self.nodes):
-            copies[node] = graph.node_copy(node, lambda each: copies[each])
+            if node not in copies:
+                copies[node] = graph.node_copy(node, lambda each: copies[each])
         graph.output(copies[self.end])
         return graph
 
@@ -108,15 +111,19 @@ def find(
     is_convolution: Callable[[fx.Node], bool],
     modules: Modules | None = None,
     memory: Memory = lambda node: None,
+    training: bool | None = None,
 ) -> Found:
     """Returns the chains of all transposed convolutions of a graph, none of which share a node.
 
     `is_convolution` tells which nodes are convolutions whose tail can be fused; their result must be a new tensor.
     `modules` are the modules that `call_module` nodes name. `memory` returns an object for a tensor from outside of
-    the graph, so that tensors with different objects share no memory, or None if nothing is known of it.
+    the graph, so that tensors with different objects share no memory, or None if nothing is known of it. `training`
+    is the mode of all modules, or None if each is in its own.
     """
     convolutions = [node for node in graph.nodes if is_convolution(node)]
-    search = _Search(graph, modules or {}, convolutions, memory)
+    known = {node: vocabulary.known(node, modules or {}, training) for node in graph.nodes}
+    known.update(dict.fromkeys(convolutions, Known(Kind.FRESH, word="conv_transpose3d")))
+    search = _Search(graph, known, memory)
     chains: list[Chain] = []
     alone: dict[fx.Node, str] = {}
     # From the last convolution to the first: an operator with the results of two convolutions belongs to the later
@@ -159,11 +166,10 @@ def replace(
 class _Search:
     """Looks for chains in one graph."""
 
-    def __init__(self, graph: fx.Graph, modules: Modules, convolutions: Sequence[fx.Node], memory: Memory) -> None:
+    def __init__(self, graph: fx.Graph, known: Mapping[fx.Node, Known], memory: Memory) -> None:
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         self.nodes = list(graph.nodes)
-        self.known = {node: vocabulary.known(node, modules) for node in self.nodes}
-        self.known.update(dict.fromkeys(convolutions, Known(Kind.FRESH, word="conv_transpose3d")))
+        self.known = known
         self.taken: set[fx.Node] = set()
         self._bases: dict[fx.Node, frozenset[fx.Node]] = {}
         self.separate = {node for node in self.nodes if self.known[node].kind is Kind.FRESH}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import axis_executor, executor, pool_executor, tail_executor
+from ..torch_ops import axis_executor, executor, kept, pool_executor, tail_executor
 from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
@@ -328,14 +328,15 @@ def _seen(tensors: Sequence[Tensor | None], gone: Callable[[object], None]) -> t
     """
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
-    return tuple(None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
+    versions = (None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
+    return kept.forgotten(), *versions
 
 
 def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None]) -> bool:
     """Tells whether these are the tensors that `_seen` has seen, with the same contents."""
-    if seen is None:
+    if seen is None or seen[0] != kept.forgotten():
         return False
-    for before, now in zip(seen, tensors, strict=True):
+    for before, now in zip(seen[1:], tensors, strict=True):
         if before is None or now is None:
             if before is not now:
                 return False

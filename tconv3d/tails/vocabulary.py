@@ -159,13 +159,16 @@ def _places() -> dict[Any, dict[str, int]]:
     return found
 
 
-def known(node: fx.Node, modules: Mapping[str, nn.Module]) -> Known:
-    """Returns what is known of a node; `modules` are the modules that `call_module` nodes name."""
+def known(node: fx.Node, modules: Mapping[str, nn.Module], training: bool | None = None) -> Known:
+    """Returns what is known of a node; `modules` are the modules that `call_module` nodes name.
+
+    `training` is the mode of the modules, or None if each is in its own.
+    """
     if node.op in ("placeholder", "get_attr"):
         return Known(Kind.SOURCE)
     if node.op == "call_module":
         module = modules.get(str(node.target))
-        return UNKNOWN if module is None else of_module(node, module)
+        return UNKNOWN if module is None else of_module(node, module, training)
     if node.op == "call_method":
         return _of_method(node)
     if node.op == "call_function":
@@ -184,16 +187,17 @@ def name_of(kind: type) -> str:
 # ---- modules
 
 
-def of_module(node: fx.Node, module: nn.Module) -> Known:
+def of_module(node: fx.Node, module: nn.Module, training: bool | None = None) -> Known:
     """Returns what is known of a call of a module with one positional argument."""
     kind = type(module)
     word = name_of(kind)
     if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
         return Known(Kind.UNKNOWN, word=kind.__name__)
     if kind.forward is nn.Sequential.forward:
-        return _in_a_row(node, module)
+        return _in_a_row(node, module, training)
     if kind in _DROPOUT_MODULES:
-        return _dropped(node, bool(module.training and module.p), bool(module.inplace))
+        mode = module.training if training is None else training
+        return _dropped(node, bool(mode and module.p), bool(module.inplace))
     if kind in _VIEW_MODULES:
         return Known(Kind.VIEW, held=True)
     if kind in _HELD_MODULES:
@@ -207,9 +211,9 @@ def of_module(node: fx.Node, module: nn.Module) -> Known:
     return Known(Kind.UNKNOWN, word=kind.__name__)
 
 
-def _in_a_row(node: fx.Node, modules: nn.Module) -> Known:
+def _in_a_row(node: fx.Node, modules: nn.Module, training: bool | None) -> Known:
     """Returns what is known of a sequence of modules that is called as one module."""
-    parts = [of_module(node, each) for each in modules.children()]
+    parts = [of_module(node, each, training) for each in modules.children()]
     if any(part.kind is Kind.UNKNOWN for part in parts):
         return Known(Kind.UNKNOWN, word=type(modules).__name__)
     first = next((i for i, part in enumerate(parts) if part.kind is Kind.FRESH), len(parts))
