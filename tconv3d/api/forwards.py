@@ -114,12 +114,16 @@ class Explored:
         is_up: Callable[[nn.Module], bool],
         training: bool | None = None,
     ) -> None:
-        self.module, self.read = module, reading.read(module, function, arguments, _opened_by(is_up), training)
+        # Modules are looked at before the forward is read: then functions of PyTorch are watched.
+        ups = {each for each in module.modules() if is_up(each)}
+        opened = {each for each in module.modules() if _is_opened(each, ups)}
+        self.module = module
+        self.read = reading.read(module, function, arguments, opened.__contains__, training)
         modules = self.read.modules
 
         def is_convolution(node: fx.Node) -> bool:
             found = modules.get(str(node.target)) if node.op == "call_module" else None
-            return found is not None and is_up(found) and len(node.args) == 1 and not node.kwargs
+            return found in ups and len(node.args) == 1 and not node.kwargs
 
         self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
         self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
@@ -143,18 +147,14 @@ class Explored:
         return [*inside, *opened]
 
 
-def _opened_by(is_up: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
-    """Returns what tells whether a sequence is looked into: it has a convolution, or nothing but a part of a tail."""
-
-    def is_opened(module: nn.Module) -> bool:
-        if not is_sequence(module) or not plain.is_plain(module):
-            return False
-        children = list(module.children())
-        if any(is_up(child) or (is_sequence(child) and is_opened(child)) for child in children):
-            return True
-        return bool(children) and all(map(_may_be_held, children))
-
-    return is_opened
+def _is_opened(module: nn.Module, ups: set[nn.Module]) -> bool:
+    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail."""
+    if not is_sequence(module) or not plain.is_plain(module):
+        return False
+    children = list(module.children())
+    if any(child in ups or _is_opened(child, ups) for child in children):
+        return True
+    return bool(children) and all(_may_be_held(child) or _is_opened(child, ups) for child in children)
 
 
 def _may_be_held(module: nn.Module) -> bool:
