@@ -1,10 +1,12 @@
 """tconv3d: transposed 3D convolution on CUDA kernels of its own, a drop-in for PyTorch's."""
 
 import importlib
+import sys
 from typing import Any
 
 import torch
 
+from .api import compiling
 from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .api.ahead import compile_ahead
 from .api.explain import explain
@@ -65,6 +67,11 @@ def __getattr__(name: str) -> Any:
 
 # The operators' rules for DTensors are loaded when a program that has imported DTensors first calls an operator.
 subclasses.when_imported("torch.distributed.tensor", lambda: importlib.import_module("tconv3d.distributed.rules"))
+
+# Inductor calls this library's pass from the first compiled call of an operator on.
+subclasses.when_imported("torch._inductor.config", compiling.install_pass)
+if "torch._dynamo" in sys.modules:  # else the package's entry point registers the backend
+    compiling.register_backend()
 
 if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

@@ -18,11 +18,13 @@ from torch.nn.modules import module as module_hooks
 
 from ..planning.planner import Refused
 from ..tails.expressions import VALUE
-from ..tails.kinds import Kinds
+from ..tails.kinds import Kind, Kinds
 from ..torch_ops import checks, dispatch, ops
+from ..torch_ops.casting import cast_operands
 from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.dispatch import recording
+from .functional import conv_transpose3d
 from .modules import ConvTranspose3d, arguments
 
 
@@ -62,37 +64,50 @@ class FusedTail(nn.Module):
 
     def forward(self, input: Tensor, *extra: Any) -> Any:
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
-        if self._why_not(input, extra) is not None:
-            return self._unfused(input, *extra)
-        weight, bias, *settings = arguments(self.convolution, input, None)
-        operands = input, weight, bias, convolution_of(*settings)
-        kind = self._kinds.find(*operands, extra, self._state())
+        if torch.compiler.is_compiling():
+            return self._compiled(input, *extra)
+        kind = self._kind(input, extra)
         if isinstance(kind, str):
             return self._unfused(input, *extra)
+        weight, bias, *settings = arguments(self.convolution, input, None)
+        convolution = convolution_of(*settings)
         passed = [each for each in extra if isinstance(each, Tensor)]
         try:
             if not recording(input, weight, bias, *passed, *kind.captured):
                 with torch.no_grad():
-                    return kind.prepared.run(*operands, extra)
+                    operands = cast_operands(input, weight, bias, keep=True)
+                    return kind.prepared.run(*operands, convolution, extra, (weight, bias))
             passes = kind.recorded(passed)
             if passes.possible:
-                return passes.finish(chain(passes, *operands, passed), passed)
+                operands = cast_operands(input, weight, bias, keep=False)
+                return passes.finish(chain(passes, *operands, convolution, passed), passed)
         except Refused:  # the planner leaves this layer to PyTorch's operator
             pass
         return self._unfused(input, *extra)
+
+    def _compiled(self, input: Tensor, *extra: Any) -> Any:
+        """Calls this library's convolution and then the tail: what is fused is decided by what compiles the graph."""
+        layer = self.convolution
+        if type(layer) is not nn.ConvTranspose3d or layer._forward_hooks or layer._forward_pre_hooks:
+            return self._unfused(input, *extra)
+        return self.tail(conv_transpose3d(input, *arguments(layer, input, None)), *extra)
+
+    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Kind | str:
+        """Returns what a call runs, or why it is not fused."""
+        why = self._why_not(input, extra)
+        if why is not None:
+            return why
+        weight, bias, *settings = arguments(self.convolution, input, None)
+        return self._kinds.find(input, weight, bias, convolution_of(*settings), extra, self._state())
 
     def _unfused(self, input: Tensor, *extra: Any) -> Any:
         return self.tail(self.convolution(input), *extra)
 
     def report(self, input: Tensor, *extra: Any) -> FuseReport:
         """Returns what becomes of the tail in a call with these arguments that records no gradients."""
-        why = self._why_not(input, extra)
-        if why is None:
-            weight, bias, *settings = arguments(self.convolution, input, None)
-            kind = self._kinds.find(input, weight, bias, convolution_of(*settings), extra, self._state())
-            why = kind if isinstance(kind, str) else None
-        if why is not None:
-            return FuseReport("", "", "", (), (), why)
+        kind = self._kind(input, extra)
+        if isinstance(kind, str):
+            return FuseReport("", "", "", (), (), kind)
         s = kind.prepared.stages
         taken = s.statistics
         return FuseReport(
@@ -128,8 +143,6 @@ class FusedTail(nn.Module):
             return "the input is no batch of volumes"
         if not all(map(dispatch.is_plain, tensors)):
             return "a tensor is not plain memory"
-        if torch.is_autocast_enabled(input.device.type):
-            return "autocast chooses the types of every operator"
         if type(layer) not in (nn.ConvTranspose3d, ConvTranspose3d) or "forward" in layer.__dict__:
             return "the convolution has a forward of its own"
         if self._watched():
@@ -147,7 +160,7 @@ class FusedTail(nn.Module):
         )
 
     def _state(self) -> Any:
-        """Returns what a trace depends on besides the arguments: modes of the tail's modules, and their parameters."""
+        """Returns what a trace depends on besides the arguments: modes and parameters of the tail's modules."""
         modules = self.tail.modules() if isinstance(self.tail, nn.Module) else ()
         return tuple(
             (module.training, *map(id, module._parameters.values()), *map(id, module._buffers.values()))

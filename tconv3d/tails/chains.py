@@ -12,7 +12,7 @@ knows nothing of shapes, kernels or who runs a chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,42 @@ class Chain:
     def end(self) -> fx.Node:
         """The only node of the chain that is used elsewhere."""
         return self.nodes[-1]
+
+    def beginnings(self, most: int) -> Iterator[Chain]:
+        """Yields this chain, and then shorter and shorter ones that it begins with, `most` in all."""
+        yield self
+        for index in range(len(self.nodes) - 2, -1, -1):
+            if most <= 1:
+                return
+            part = self._until(self.nodes[index])
+            if part is not None:
+                most -= 1
+                yield part
+
+    def _until(self, end: fx.Node) -> Chain | None:
+        """Returns the chain that ends with a node of this one, or None if there is none."""
+        known = vocabulary.known(end, {})
+        if not known.held or known.kind in (Kind.SIZE, Kind.VIEW) or known.returns_tuple or not end.users:
+            return None
+        inside, waiting = {end}, [end]
+        while waiting:
+            new = [node for node in waiting.pop().all_input_nodes if node in self.nodes and node not in inside]
+            inside.update(new)
+            waiting.extend(new)
+        inner = [self.convolution, *(inside - {end})]
+        if any(user not in inside for node in inner for user in node.users):
+            return None
+        nodes = tuple(node for node in self.nodes if node in inside)
+        read = {each for node in nodes for each in node.all_input_nodes}
+        words = " -> ".join(["conv", *(word for node in nodes if (word := vocabulary.known(node, {}).word))])
+        return Chain(
+            self.convolution,
+            nodes,
+            tuple(each for each in self.attributes if each in read),
+            tuple(each for each in self.passed if each in read),
+            self.between,
+            words,
+        )
 
     def tail(self, pass_attributes: bool = False) -> fx.Graph:
         """Returns the tail as a graph of its own: placeholders for the convolution's result and for `passed`.

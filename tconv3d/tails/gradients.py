@@ -24,8 +24,8 @@ from .tracing import copied, nothing_written, writes
 aten = torch.ops.aten
 
 _MAY_BE_LEFT = (aten.sum, aten.mean, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy)  # sums for parameters
-# Operators by which PyTorch's gradients overwrite a tensor that they have just made (a mask of a clamp, the gradient of
-# a norm), with those that return a new tensor.
+# Operators by which PyTorch's gradients overwrite a tensor that they have just made (a mask of a clamp, the gradient
+# of a norm), with those that return a new tensor.
 _OVERWRITING = {
     aten.logical_and_.default: aten.logical_and.default,
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
@@ -132,8 +132,7 @@ def _differentiated(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             examples = [
-                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                for like in likes
+                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device) for like in likes
             ]
         with nothing_written() as mode:
             graph = make_fx(
@@ -145,7 +144,8 @@ def _differentiated(
     except RuntimeError:  # for example an operator without a derivative
         return None
     output = _output(graph)
-    found, values = output.args[0]  # type: ignore[misc]
+    results_of: Any = output.args[0]
+    found, values = results_of
     output.args = (found,)
     again = {
         name: value if isinstance(value, fx.Node) else value[0].all_input_nodes[0]  # means and variances are a pair

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_ops import checks
+from ..torch_ops.casting import autocast_type, cast_operands
 from ..torch_ops.checks import Convolution
+from ..torch_ops.dispatch import device_type
 from ..torch_ops.problems import tf32_of
 from ..torch_ops.pytorch_ops import result_strides
 from .algebra import Layer
@@ -36,7 +38,10 @@ class Kind:
 
     def recorded(self, passed: Sequence[Tensor]) -> Differentiable:
         """Returns what calls run that record gradients."""
-        needed = tuple(each.requires_grad for each in passed)
+        return self.recorded_for(tuple(each.requires_grad for each in passed))
+
+    def recorded_for(self, needed: tuple[bool, ...]) -> Differentiable:
+        """Returns what calls run that record gradients; `needed` says which of the passed tensors need one."""
         key = (*needed, *(each.requires_grad for each in self.captured))
         found = self._recorded.get(key)
         if found is None:
@@ -47,8 +52,20 @@ class Kind:
 class Kinds:
     """Holds the kinds of calls of one tail that were met so far."""
 
-    def __init__(self, tail: Callable[..., Any], exact_order: bool) -> None:
+    def __init__(
+        self,
+        tail: Callable[..., Any],
+        exact_order: bool,
+        steady: frozenset[int] = frozenset(),
+        written: frozenset[int] = frozenset(),
+    ) -> None:
+        """Takes a tail, and places of its arguments behind the convolution's result.
+
+        `steady` are those of tensors that are mostly the same in all calls, such as parameters; `written` are those
+        of tensors that the tail may write to.
+        """
         self.tail, self.exact_order = tail, exact_order
+        self.steady, self.written = steady, written
         self._met: dict[Any, Kind | str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,14 +87,16 @@ class Kinds:
     ) -> Kind | str:
         """Returns what a call runs, or why its tail cannot be fused.
 
-        `extra` is passed to the tail behind the convolution's result. `state` is what the tail depends on besides.
+        The operands are those before autocast casts them. `extra` is passed to the tail behind the convolution's
+        result. `state` is what the tail depends on besides.
         """
         passed = tuple(
             (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else repr(each)
             for each in extra
         )
         own = input.shape, input.stride(), input.dtype, input.device, tf32_of(input)
-        key = *own, weight.shape, weight.stride(), convolution, passed, state
+        cast = autocast_type(device_type(input))
+        key = *own, cast, weight.shape, weight.stride(), convolution, passed, state
         found = self._met.get(key)
         if found is None:
             if len(self._met) >= MOST_KINDS:
@@ -88,15 +107,17 @@ class Kinds:
     def _traced(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]
     ) -> Kind | str:
+        with torch.no_grad():
+            input, weight, bias = cast_operands(input, weight, bias, keep=False)
         geometry = checks.check_forward(input, weight, bias, convolution)
         shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
         layout = shape, result_strides(shape, input, weight), input.dtype, input.device
         try:
-            traced = trace(self.tail, *layout, extra)
+            traced = trace(self.tail, *layout, extra, self.written)
         except CannotTrace as error:
             return f"the tail cannot be traced: {error}"
         size, kernel = input.shape[2:], weight.shape[2:]
         layer = Layer((size[0], size[1], size[2]), (kernel[0], kernel[1], kernel[2]), convolution)
-        prepared = Prepared(stages(traced, self.exact_order, layer=layer))
+        prepared = Prepared(stages(traced, self.exact_order, layer=layer, steady=self.steady), self.steady)
         captured = {id(each): each for each in captured_in(traced).values()}
         return Kind(traced, prepared, tuple(captured.values()))

@@ -1,4 +1,4 @@
-"""Runs a convolution with its tail so that gradients can be computed: one differentiable step, then what is PyTorch's.
+"""Runs a convolution with its tail so that gradients can be computed: a differentiable step, then PyTorch's part.
 
     z --passes--> boundary --PyTorch, recorded by autograd--> results
 

@@ -6,7 +6,8 @@ another way (`recording.py`), by the same rounds of passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_ops import axis_executor, executor, kept, pool_executor, tail_executor
+from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
@@ -36,17 +38,39 @@ class Prepared:
     """Holds the stages of a tail for one kind of call, and what was computed from captured tensors alone."""
 
     stages: Stages
-    _seen: tuple[Any, ...] = ()  # weight, bias and captured tensors with their versions, when `_constant` was made
+    steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
+    _seen: tuple[Any, ...] | None = None  # weight, bias and captured tensors as they were when `_constant` was made
     _constant: Env = field(default_factory=dict)
     _folded: tuple[Tensor, Tensor | None] | None = None
     _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
 
     def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any] = ()
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
     ) -> Any:
-        """Returns what the tail gives for the convolution's result."""
+        """Returns what the tail gives for the convolution's result.
+
+        `parameters` are weight and bias before autocast has cast them.
+        """
+        with below_autocast(input):
+            return self._run(input, weight, bias, convolution, extra, parameters)
+
+    def _run(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
+    ) -> Any:
         s = self.stages
-        env = self._start(weight, bias, convolution, extra)
+        env = self._start(weight, bias, convolution, extra, parameters)
         if self._folded is not None:
             weight, bias = self._folded
 
@@ -79,12 +103,21 @@ class Prepared:
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
         return Tail(s.epilogue.cpp, vectors, wholes)
 
-    def _start(self, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]) -> Env:
+    def _start(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
+    ) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
         s, nodes = self.stages, self.stages.graph.graph.nodes
+        placeholders = [node for node in nodes if node.op == "placeholder"][1:]
         captured = captured_in(s.graph)
-        seen = _versions([weight, bias, *captured.values()])
-        if seen is None or seen != self._seen:
+        captured.update({placeholders[place]: extra[place] for place in self.steady})
+        tensors = [*parameters, *captured.values()]
+        if not _unchanged(self._seen, tensors):
             env: Env = dict(captured)
             compute(s.constants, env)
             self._folded = None
@@ -97,11 +130,13 @@ class Prepared:
             if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
                 like = s.fed.meta["val"]
                 self._vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
-            self._seen, self._constant = seen or (), env
-        env = dict(self._constant)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        env.update(zip(placeholders[1:], extra, strict=True))
-        return env
+            self._constant = {node: env[node] for node in s.constants}
+            self._seen = _seen(tensors, self._drop)
+        return {**captured, **self._constant, **dict(zip(placeholders, extra, strict=True))}
+
+    def _drop(self, _: object) -> None:
+        """Forgets what was computed from a tensor that no longer exists."""
+        self._seen, self._constant, self._folded, self._vectors = None, {}, None, None
 
 
 def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False) -> None:
@@ -286,11 +321,28 @@ def means_and_variances(found: Tensor, statistics: Statistics) -> Env:
     return env
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-    """Returns what changes when one of the tensors is written, or None for tensors that do not count their writes."""
+def _seen(tensors: Sequence[Tensor | None], gone: Callable[[object], None]) -> tuple[Any, ...] | None:
+    """Returns what tells whether tensors were written to or replaced, or None if they do not count their writes.
+
+    `gone` is called when one of the tensors no longer exists.
+    """
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
-    return kept.forgotten(), *(None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors)
+    versions = (None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
+    return kept.forgotten(), *versions
+
+
+def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None]) -> bool:
+    """Tells whether these are the tensors that `_seen` has seen, with the same contents."""
+    if seen is None or seen[0] != kept.forgotten():
+        return False
+    for before, now in zip(seen[1:], tensors, strict=True):
+        if before is None or now is None:
+            if before is not now:
+                return False
+        elif before[0]() is not now or before[1] != now.data_ptr() or before[2] != now._version:
+            return False
+    return True
 
 
 def _laid_out(whole: Tensor, like: Tensor) -> Tensor:

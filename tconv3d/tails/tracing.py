@@ -132,6 +132,24 @@ class CannotTrace(RuntimeError):
     """Says why a tail cannot be traced; the tail then runs in PyTorch."""
 
 
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Keeps autocast as it is, but for its cache, into which tensors without data would get."""
+    usual = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(usual)
+
+
+def _again(value: Any) -> Any:
+    """Returns a tensor without data of the current mode for one of another mode, and any other value itself."""
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def trace(
     tail: Tail,
     shape: Sequence[int],
@@ -139,8 +157,13 @@ def trace(
     dtype: torch.dtype,
     device: torch.device,
     extra: Sequence[Any] = (),
+    written: Container[int] = (),
 ) -> fx.GraphModule:
-    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device."""
+    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device.
+
+    Under autocast the casts that it makes are part of the graph. The tail may write to the arguments in `extra` whose
+    places `written` lists, and to tensors that it captures.
+    """
 
     if any(isinstance(each, (list, tuple, dict, set)) for each in extra):
         raise CannotTrace("an argument of the call holds others (a list, a tuple or a dictionary)")
@@ -151,9 +174,10 @@ def trace(
             return tail(z, *rest)
 
     try:
-        with torch.no_grad(), nothing_written() as mode:
+        with torch.no_grad(), _uncached_autocast(), nothing_written() as mode:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 z = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+                extra = [_again(each) for each in extra]
             traced = make_fx(
                 torch.func.functionalize(called),
                 decomposition_table=_table(),
@@ -165,9 +189,12 @@ def trace(
     graph = traced.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     assert len(placeholders) == 1 + len(extra)
+    allowed = {node for place, node in enumerate(placeholders[1:]) if place in written}
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or not writes(node) or node.args[0].op == "get_attr":
-            continue  # writes to captured tensors (running statistics) are part of the tail
+        if node.op != "call_function" or not writes(node):
+            continue
+        if node.args[0].op == "get_attr" or node.args[0] in allowed:
+            continue  # writes to running statistics are part of the tail
         if node.target is aten.as_strided_.default and node.meta["val"].shape == node.args[0].meta["val"].shape:
             node.replace_all_uses_with(node.args[0])  # an adaptive pool gives its result the layout of its operand
             graph.erase_node(node)

@@ -39,6 +39,22 @@ def cast_operand(tensor: Tensor | None, dtype: torch.dtype, device_type: str) ->
     return tensor.to(dtype) if tensor is not None and casts(tensor, dtype, device_type) else tensor
 
 
+def cast_operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Casts the operands of a convolution as autocast does. With `keep`, casts of parameters are kept."""
+    where = device_type(input)
+    dtype = autocast_type(where)
+    if dtype is None:
+        return input, weight, bias
+    cast = kept_cast if keep else fresh_cast
+    if casts(weight, dtype, where):
+        weight = cast(weight, dtype)
+    if bias is not None and casts(bias, dtype, where):
+        bias = cast(bias, dtype)
+    return input.to(dtype) if casts(input, dtype, where) else input, weight, bias
+
+
 def fresh_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a parameter in another type for a call with gradients, after which its kept casts are not trusted."""
     if not kept.captured(parameter, _stream(parameter)):

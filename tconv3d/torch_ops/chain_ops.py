@@ -1,7 +1,7 @@
 """Records a convolution and the fused part of its tail as one node of autograd's graph.
 
-Saved are the convolution's result z, the tensors that were passed to the tail, and what the convolution's own gradients
-need. The gradients of the tail come first, as passes over z; then the convolution's gradients, as without a tail.
+Saved are the convolution's result z, the tensors that were passed to the tail, and what the convolution's own
+gradients need. The gradients of the tail come first, as passes over z; then the convolution's, as without a tail.
 Second derivatives run convolution and tail one after the other in PyTorch.
 """
 
@@ -113,6 +113,6 @@ def _recorded_gradients(
         results = ctx.passes.unfused(z, views[SAVED:count], captured)
     results = [each for each in results if each.is_floating_point()]
     needs = ctx.needs_input_grad[3:]
-    asked = [view for view, need in zip(views, needs, strict=True) if need]
+    asked = [view for view, need in zip(views, needs, strict=True) if need and view is not None]
     found = iter(torch.autograd.grad(results, asked, grads, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needs]
