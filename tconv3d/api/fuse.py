@@ -139,6 +139,8 @@ class FusedTail(nn.Module):
             return "a transform or a compiler looks at the call"
         if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
             return "a mode of PyTorch's dispatcher looks at the call"
+        if dispatch.in_forward_mode():
+            return "derivatives are computed in forward mode"
         if input.dim() != 5 or input.numel() == 0:
             return "the input is no batch of volumes"
         if not all(map(dispatch.is_plain, tensors)):
