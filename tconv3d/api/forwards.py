@@ -23,7 +23,7 @@ from . import plain, reading
 from .conditions import Conditions, is_constant
 from .fuse import FusedTail
 from .modules import ConvTranspose3d, convolve_relu_group_norm
-from .plain import Layers
+from .plain import BASE, Layers
 from .python_code import CannotRead
 from .reading import TENSOR
 
@@ -114,45 +114,47 @@ class Explored:
         is_up: Callable[[nn.Module], bool],
         training: bool | None = None,
     ) -> None:
-        self.module, self.read = module, reading.read(module, function, arguments, _opened_by(is_up), training)
+        # Modules are looked at before the forward is read: then functions of PyTorch are watched.
+        ups = {each for each in module.modules() if is_up(each)}
+        opened = {each for each in module.modules() if _is_opened(each, ups)}
+        self.module = module
+        self.read = reading.read(module, function, arguments, opened.__contains__, training)
         modules = self.read.modules
 
         def is_convolution(node: fx.Node) -> bool:
             found = modules.get(str(node.target)) if node.op == "call_module" else None
-            return found is not None and is_up(found) and len(node.args) == 1 and not node.kwargs
+            return found in ups and len(node.args) == 1 and not node.kwargs
 
         self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
-        self.chains = [chain for chain in self.found.chains if self._listeners(chain).are_plain()]
+        self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
 
     def convolution(self, node: fx.Node) -> nn.ConvTranspose3d:
         found = self.read.modules[str(node.target)]
         assert isinstance(found, nn.ConvTranspose3d)
         return found
 
-    def _listeners(self, chain: Chain) -> Layers:
-        return Layers(self.touched([chain]))
+    def has_own_forwards(self, chain: Chain) -> bool:
+        """Tells whether the layers of a chain run the forwards that the source files of their classes define."""
+        layers = self.touched(chain)
+        return Layers(layers).as_defined and not any("forward" in layer.__dict__ for layer in layers)
 
-    def touched(self, those: Sequence[Chain]) -> list[nn.Module]:
-        """Returns the modules of chains, the modules that chains run behind, and the sequences that were opened."""
-        nodes = [node for chain in those for node in (chain.convolution, *chain.nodes, *chain.between)]
+    def touched(self, chain: Chain) -> list[nn.Module]:
+        """Returns the modules of a chain, the modules that it runs behind, and the sequences that were opened."""
+        nodes = (chain.convolution, *chain.nodes, *chain.between)
         named = [self.read.modules[str(node.target)] for node in nodes if node.op == "call_module"]
         inside = [each for module in named for each in module.modules()]
         opened = [module for module in self.read.opened if module is not self.module]
         return [*inside, *opened]
 
 
-def _opened_by(is_up: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
-    """Returns what tells whether a sequence is looked into: it has a convolution, or nothing but a part of a tail."""
-
-    def is_opened(module: nn.Module) -> bool:
-        if not is_sequence(module) or not plain.is_plain(module):
-            return False
-        children = list(module.children())
-        if any(is_up(child) or (is_sequence(child) and is_opened(child)) for child in children):
-            return True
-        return bool(children) and all(map(_may_be_held, children))
-
-    return is_opened
+def _is_opened(module: nn.Module, ups: set[nn.Module]) -> bool:
+    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail."""
+    if not is_sequence(module) or not plain.is_plain(module):
+        return False
+    children = list(module.children())
+    if any(child in ups or _is_opened(child, ups) for child in children):
+        return True
+    return bool(children) and all(_may_be_held(child) or _is_opened(child, ups) for child in children)
 
 
 def _may_be_held(module: nn.Module) -> bool:
@@ -175,17 +177,29 @@ def written_forward(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-BASE = "_fused_from"  # the attribute of a derived class that names the class it is derived from
-
-
 class Plan:
-    """Holds a function that does the same as a forward, or says that there is none, as long as conditions hold."""
+    """Holds a function that does the same as a forward, or None if there is no such function.
 
-    def __init__(self, conditions: Conditions, layers: Layers, function: Callable[..., Any] | None = None) -> None:
-        self.function, self._conditions, self._layers = function, conditions, layers
+    It holds as long as its conditions are met, the layers of its chains are plain, and those of other chains are not.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        function: Callable[..., Any] | None = None,
+        layers: Sequence[Layers] = (),
+        others: Sequence[Layers] = (),
+    ) -> None:
+        self.function, self._conditions = function, conditions
+        self._layers, self._others = layers, others
 
     def holds(self) -> bool:
-        return self._conditions.hold() and (self.function is None or self._layers.are_plain())
+        if not self._conditions.hold():
+            return False
+        for layers in self._layers:
+            if not layers.are_plain():
+                return False
+        return not any(layers.are_plain() for layers in self._others)
 
 
 def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequence[Any]) -> Plan:
@@ -193,7 +207,30 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
     try:
         explored = Explored(module, function, arguments, lambda layer: type(layer) is ConvTranspose3d)
     except CannotRead as error:
-        return Plan(error.conditions, Layers(()))
+        return Plan(error.conditions)
+    read, conditions = explored.read, explored.read.conditions
+    _watch_modules(explored)
+    layers = {chain: Layers(explored.touched(chain)) for chain in explored.chains}
+    fused = [chain for chain in explored.chains if layers[chain].are_plain()]
+    others = [layers[chain] for chain in explored.chains if chain not in fused]
+    if not fused:
+        return Plan(conditions, None, (), others)
+
+    def call(chain: Chain) -> tuple[Callable[..., Any], Any]:
+        return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
+
+    chains.replace(read.graph, fused, call)
+    code = read.graph.python_code("self")
+    space = dict(code.globals)
+    exec(compile(code.src, f"<fused forward of {type(module).__name__}>", "exec"), space)
+    return Plan(conditions, space["forward"], [layers[chain] for chain in fused], others)
+
+
+def _watch_modules(explored: Explored) -> None:
+    """Makes conditions of the attributes by which chains are found, and of all attributes of a chain's modules.
+
+    The mode of a norm is no condition: a chain looks at it in every call.
+    """
     read, conditions = explored.read, explored.read.conditions
     for each in {inner for named in read.modules.values() for inner in named.modules()}:
         own = each.__dict__
@@ -202,18 +239,11 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
                 conditions.same(own, name, own[name])
         if "p" in own:
             conditions.same(own, "training", own["training"])
-    if not explored.chains:
-        return Plan(conditions, Layers(()))
-    layers = Layers(explored.touched(explored.chains))
-
-    def call(chain: Chain) -> tuple[Callable[..., Any], Any]:
-        return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
-
-    chains.replace(read.graph, explored.chains, call)
-    code = read.graph.python_code("self")
-    space = dict(code.globals)
-    exec(compile(code.src, f"<fused forward of {type(module).__name__}>", "exec"), space)
-    return Plan(conditions, layers, space["forward"])
+    nodes = [node for chain in explored.chains for node in chain.nodes if node.op == "call_module"]
+    for part in {read.modules[str(node.target)] for node in nodes}:
+        for name, value in part.__dict__.items():
+            if not name.startswith("_") and name != "training" and not isinstance(value, Tensor):
+                conditions.same(part.__dict__, name, value)
 
 
 def _call(explored: Explored, chain: Chain) -> Callable[..., Any]:
@@ -310,7 +340,7 @@ def run(
     kwargs: dict[str, Any],
 ) -> Any:
     """Runs the forward `function` of a module with its chains fused, or `as_written` where that is not possible."""
-    given = None if torch._C._is_tracing() else signature.sorted(args, kwargs)
+    given = signature.sorted(args, kwargs) if signature.fits and not torch._C._is_tracing() else None
     if given is None:
         return as_written(module, *args, **kwargs)
     key: list[Any] = []

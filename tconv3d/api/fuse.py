@@ -137,6 +137,10 @@ class FusedTail(nn.Module):
         tensors += [each for each in extra if isinstance(each, Tensor)]
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return "a transform or a compiler looks at the call"
+        if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+            return "a mode of PyTorch's dispatcher looks at the call"
+        if dispatch.in_forward_mode():
+            return "derivatives are computed in forward mode"
         if input.dim() != 5 or input.numel() == 0:
             return "the input is no batch of volumes"
         if not all(map(dispatch.is_plain, tensors)):

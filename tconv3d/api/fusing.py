@@ -22,8 +22,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..tails.chains import Chain
 from . import forwards, plain
-from .forwards import BASE, PLANS, Explored, Plans, Signature, is_sequence, run, run_in_a_row, written_forward
+from .forwards import PLANS, Explored, Plans, Signature, is_sequence, run, run_in_a_row, written_forward
 from .modules import ConvTranspose3d
+from .plain import BASE
 from .python_code import CannotRead
 
 IsUp = Callable[[nn.Module], bool]
@@ -42,30 +43,58 @@ class Fusable:
 
 
 def find(model: nn.Module, is_up: IsUp) -> Fusable:
-    """Returns what can be fused behind the transposed convolutions for which `is_up`, without changing the model."""
+    """Returns what can be fused behind the transposed convolutions for which `is_up`, without changing the model.
+
+    Modules are read as they are, and in their other mode (training or evaluation), in which they may have chains too.
+    """
     found = Fusable([], {}, {})
-    lengths: dict[nn.Module, int] = {}
     for module in model.modules():
-        if not _calls_one(module, is_up):
-            continue
-        why = _why_not(module)
-        explored = [] if why else _explored(module, is_up)
-        if isinstance(explored, str):
-            why, explored = explored, []
-        own = [chain for each in explored for chain in each.chains if _is_own(each, chain)]
-        if own:
-            found.modules.append(module)
-        for each in explored:
-            for chain in each.chains if own else ():
-                layer = each.convolution(chain.convolution)
-                if len(chain.nodes) > lengths.get(layer, 0):
-                    lengths[layer], found.chains[layer] = len(chain.nodes), chain.words
-            for node, reason in each.found.alone.items():
-                found.reasons.setdefault(each.convolution(node), reason)
-        if why:
-            for each_layer in _layers_of(module, is_up):
-                found.reasons.setdefault(each_layer, f"the forward of {type(module).__name__} is not read: {why}")
+        if _calls_one(module, is_up):
+            why = _why_not(module)
+            other = "in evaluation" if module.training else "in training"
+            own = (
+                []
+                if why
+                else [
+                    _look_at(found, module, is_up, None, ""),
+                    _look_at(found, module, is_up, not module.training, other),
+                ]
+            )
+            if any(each is True for each in own):
+                found.modules.append(module)
+            if why or all(isinstance(each, str) for each in own):
+                for layer in _layers_of(module, is_up):
+                    text = why or next(each for each in own if isinstance(each, str))
+                    found.reasons.setdefault(layer, f"the forward of {type(module).__name__} is not read: {text}")
     return found
+
+
+def _look_at(found: Fusable, module: nn.Module, is_up: IsUp, training: bool | None, when: str) -> bool | str:
+    """Adds the chains of typical calls of a module, and tells whether some are its own, or why it cannot be read.
+
+    Chains that are only found in the module's other mode say `when`.
+    """
+    function = written_forward(type(module))
+    explored: list[Explored] = []
+    why = ""
+    for example in Signature(function).examples():
+        try:
+            explored.append(Explored(module, function, example, is_up, training))
+        except CannotRead as error:
+            why = why or str(error)
+    if not explored:
+        return why
+    own = any(_is_own(each, chain) for each in explored for chain in each.chains)
+    for each in explored:
+        for chain in each.chains if own else ():
+            layer = each.convolution(chain.convolution)
+            length, words = len(chain.words), f"{chain.words} ({when})" if when else chain.words
+            before = found.chains.get(layer, "")
+            if (not when and length > len(before)) or not before:
+                found.chains[layer] = words
+        for node, reason in each.found.alone.items():
+            found.reasons.setdefault(each.convolution(node), reason)
+    return own
 
 
 def _calls_one(module: nn.Module, is_up: IsUp) -> bool:
@@ -106,20 +135,6 @@ def _why_not(module: nn.Module) -> str | None:
     if function is not nn.Sequential.forward and not Signature(function).fits:
         return "it takes any number of arguments"
     return None
-
-
-def _explored(module: nn.Module, is_up: IsUp) -> list[Explored] | str:
-    """Returns the chains of typical calls in both modes of the module, or why its forward cannot be read."""
-    function = written_forward(type(module))
-    explored: list[Explored] = []
-    why = ""
-    for training in (None, not module.training):
-        for example in Signature(function).examples():
-            try:
-                explored.append(Explored(module, function, example, is_up, training))
-            except CannotRead as error:
-                why = why or str(error)
-    return explored or why
 
 
 def _is_own(explored: Explored, chain: Chain) -> bool:

@@ -18,10 +18,15 @@ from .modules import ConvTranspose3d
 has_global_hooks: Callable[[], bool] = module_hooks._has_any_global_hook
 
 
+BASE = "_fused_from"  # the attribute of a class for fused modules that names the class it is derived from
+
+
 def as_defined(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:
     """Returns a method as the source file of a class defines it, or None if it has been replaced on the class."""
     method: Callable[..., Any] = getattr(kind, name)
     owner = next((base for base in kind.__mro__ if name in base.__dict__), kind)
+    if BASE in owner.__dict__ and method.__name__ == name:
+        return None if as_defined(owner.__dict__[BASE], name) is None else method
     defined = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else None
     return method if getattr(method, "__globals__", None) is defined else None
 
@@ -34,10 +39,11 @@ class Layers:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = [(layer, type(layer), type(layer).forward, layer.__dict__) for layer in dict.fromkeys(layers)]
+        self.as_defined = all(as_defined(kind, "forward") is not None for _, kind, _, _ in self._layers)
 
     def are_plain(self) -> bool:
         """Tells whether all layers are as they were, and nobody listens to one of them or to all modules."""
-        if has_global_hooks():
+        if has_global_hooks() or not self.as_defined:
             return False
         for layer, kind, forward, own in self._layers:
             if not (
@@ -58,8 +64,8 @@ class Layers:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Tells whether calling a layer runs the `forward` that the source file of its class defines."""
-    return as_defined(type(layer), "forward") is not None and Layers([layer]).are_plain()
+    """Tells whether calling a layer runs the `forward` that the source file of its class defines, and no hook."""
+    return Layers([layer]).are_plain()
 
 
 # ---- the layers of the block ConvTranspose3d -> ReLU -> GroupNorm, which PyTorch's compiler looks at too

@@ -140,9 +140,12 @@ class Watch:
                     raise CannotRead(f"the variable {name} of a closure has no value") from None
                 self.value(_Cell(cell), name, value)
 
-    def value(self, place: Any, name: str, value: Any) -> Any:
-        """Makes a condition of a value that was found, and returns what the code gets."""
-        if type(value) in (list, dict) and _has_constants(value):
+    def value(self, place: Any, name: str, value: Any, replaced: bool = False) -> Any:
+        """Makes a condition of a value that was found, and returns what the code gets if it is `replaced`.
+
+        A list or a dictionary is replaced by a copy that cannot be written.
+        """
+        if replaced and type(value) in (list, dict) and _has_constants(value):
             self._conditions.equal(value, type(value)(value))
             self._conditions.same(place, name, value)
             return _FrozenList(value) if type(value) is list else _FrozenDict(value)

@@ -29,6 +29,7 @@ from .conditions import Conditions
 from .python_code import CannotRead, Watch
 
 TENSOR = object()  # stands for an argument that is a tensor
+_PYTORCHS = (nn.Module, nn.Sequential, object)  # classes that nobody adds attributes to
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -222,7 +223,13 @@ class _Reader(GraphAppendingTracer):
             return self.training
         if name in ("__dict__", "_modules", "_parameters", "_buffers"):
             raise CannotRead(f"it reads {name}")
-        place: Any = next((base.__dict__ for base in kind.__mro__ if name in base.__dict__), {})
+        place: Any = {}
+        for base in kind.__mro__:
+            if name in base.__dict__:
+                place = base.__dict__
+                break
+            if base not in _PYTORCHS:
+                conditions.absent(base.__dict__, name)
         found = place.get(name)
         if isinstance(found, property):
             conditions.same(place, name, found)
@@ -262,7 +269,7 @@ class _Reader(GraphAppendingTracer):
             return self._sources[target]
         if isinstance(value, nn.Module):  # kept behind PyTorch's back, in a list for example
             raise CannotRead(f"{name} is a module that is not registered")
-        return self.watch.value(place, name, value)
+        return self.watch.value(place, name, value, replaced=True)
 
     # ---- calls
 

@@ -95,6 +95,8 @@ class _Remembering(TorchDispatchMode):
         self.before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            raise RuntimeError("it reads a number out of a tensor, which may be another one in the next call")
         if func._schema.is_mutable and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily(), proxy_tensor.disable_proxy_modes_tracing():
                 self.before.append((args[0], args[0].detach().clone()))

@@ -77,7 +77,8 @@ class Chain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        operands, others = ctx.saved_tensors[:SAVED], ctx.saved_tensors[SAVED:]
+        stored = ctx.saved_tensors  # once: a checkpoint computes them when they are asked for, and only then
+        operands, others = stored[:SAVED], stored[SAVED:]
         passed, saved = others[: ctx.count], others[ctx.count :]
         given = [grad for grad, kept in zip(grads, ctx.differentiable, strict=True) if kept]
         if torch.is_grad_enabled():
@@ -85,7 +86,7 @@ class Chain(torch.autograd.Function):
         dz, *found = ctx.passes.gradients(given, saved, passed)
         of_captured, left = found[: len(ctx.captured)], iter(found[len(ctx.captured) :])
         of_passed = [next(left) if need else None for need in ctx.passes.needed]
-        del grads, given, saved, others
+        del grads, given, saved, others, stored
         input, weight, _ = operands
         if dz is None:  # the tail's results do not depend on z
             return None, None, None, None, None, None, *of_passed, *of_captured

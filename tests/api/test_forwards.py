@@ -1,0 +1,606 @@
+"""Chains in ordinary forwards: what `accelerate` fuses, and that no change of a model goes unnoticed.
+
+Most tests make the library believe that kernels run, and count fused chains, whose layers then run one by one on the
+CPU: what they compare is the rewritten forward with the one that is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from swaps import copied, kinds, needs_kernels, pickled, saved
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tconv3d
+from tconv3d.api import forwards, fusing
+from tconv3d.tools.tasks import relu_group_norm
+
+SCALE = 1.5
+FACTORS = [1.0, 2.0]
+X = torch.randn(2, 2, 2, 3, 2, generator=torch.Generator().manual_seed(1))
+SKIP = torch.randn(2, 4, 4, 6, 4, generator=torch.Generator().manual_seed(2))
+
+
+def helper(y: Tensor) -> Tensor:
+    return y * SCALE
+
+
+class Block(nn.Module):
+    """A block of a decoder as people write it."""
+
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose3d(2, 4, 2, stride=2)
+        self.norm = nn.BatchNorm3d(4)
+        self.act = nn.LeakyReLU(0.1, inplace=True)
+        self.drop = nn.Dropout(0.5)
+        self.more = nn.ModuleList([nn.Tanh(), nn.Sigmoid()])
+        self.scale = nn.Parameter(torch.randn(4, 1, 1, 1))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.randn(4, 1, 1, 1))
+        self.flag = True
+        self.number = 3
+        self.numbers = [1, 2]
+
+    @property
+    def doubled(self) -> int:
+        return self.number * 2
+
+    def finished(self, y: Tensor) -> Tensor:
+        return helper(y) + self.doubled
+
+    def forward(self, x: Tensor, skip: Tensor | None = None, power: float = 1) -> Tensor:
+        y = self.act(self.norm(self.up(x))) * self.scale
+        if skip is not None:
+            y = y + skip
+        if self.bias is not None:
+            y = y + self.bias
+        if self.flag:
+            y = self.finished(y)
+        for each in self.more:
+            y = each(y)
+        if self.training:
+            y = y * 3
+        return y * self.gain * sum(self.numbers) * power / 1
+
+
+def block(kind: type[nn.Module] = Block, *arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(*arguments)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Counts chains that run fused; their layers run one by one."""
+    ran: list[str] = []
+
+    def run(self: forwards.FusedChain, input: Tensor, *passed: Any) -> Any:
+        ran.append(self.words)
+        return self._unfused(input, *passed)
+
+    monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+    monkeypatch.setattr(forwards.FusedChain, "forward", run)
+    return ran
+
+
+# ---- on the kernels
+
+
+class Small(nn.Module):
+    """A chain with norm, activation, captured and passed tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose3d(16, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm3d(8)
+        self.scale = nn.Parameter(torch.randn(8, 1, 1, 1))
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return F.leaky_relu(self.norm(self.up(x)) * self.scale + skip, 0.2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("training", [True, False])
+def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = Small().to(ours).train(training)
+    plain = copy.deepcopy(model)
+    tconv3d.accelerate(model)
+    assert type(model) is not Small and isinstance(model, Small)
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    for gradients in (False, True):
+        found = []
+        for each in (model, plain):
+            a, b = x.clone().requires_grad_(gradients), skip.clone().requires_grad_(gradients)
+            with torch.set_grad_enabled(gradients):
+                y = each(a, b)
+            wanted = torch.autograd.grad(y.sigmoid().sum(), [a, b, *each.parameters()]) if gradients else ()
+            found.append([y.detach(), *wanted, *each.buffers()])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-4)
+    (plan,) = [plan for plans in model.__dict__[forwards.PLANS]._plans.values() for plan in plans]
+    assert plan.function is not None
+
+
+@needs_kernels
+def test_the_task_runs_the_measured_block(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = forwards.convolve_relu_group_norm
+    monkeypatch.setattr(forwards, "convolve_relu_group_norm", lambda *a: ran.append("block") or run(*a))
+    model = relu_group_norm.Model(4, 8, 3, 2).to(ours)
+    x = torch.randn(1, 4, 2, 3, 2, device=ours)
+    expected = model(x)
+    report = tconv3d.plan_swaps(model)
+    assert report.layers[0].chain == "conv -> relu -> group_norm"
+    torch.testing.assert_close(tconv3d.accelerate(model)(x), expected, rtol=1e-3, atol=1e-4)
+    assert ran == ["block"]
+
+
+# ---- what is fused
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_whole_forward_is_one_chain(count: list[str], training: bool) -> None:
+    model, plain = block().train(training), block().train(training)
+    report = tconv3d.plan_swaps(model)
+    tconv3d.accelerate(model)
+    for arguments in ((X,), (X, SKIP), (X, SKIP, 2.0)):
+        torch.testing.assert_close(model(*arguments), plain(*arguments))
+    torch.testing.assert_close(model(x=X, power=3), plain(X, None, 3))
+    assert len(count) == 4 and count[0].startswith("conv -> batch_norm -> leaky_relu -> mul -> add")
+    assert report.layers[0].chain == count[1] and "conv -> batch_norm" in str(report)
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
+
+
+def test_nested_sequences_of_any_kind(count: list[str]) -> None:
+    class Named(nn.Sequential):
+        """A subclass that keeps the forward of `nn.Sequential`, as MONAI's blocks do."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        tail = Named(nn.InstanceNorm3d(4), nn.Dropout(0.1), nn.PReLU())
+        return nn.Sequential(
+            nn.Conv3d(2, 2, 1), Named(nn.ConvTranspose3d(2, 4, 2), tail), nn.Tanh(), nn.Conv3d(4, 1, 1)
+        )
+
+    model, plain = made().eval(), made().eval()
+    assert tconv3d.plan_swaps(model).layers[0].chain == "conv -> instance_norm -> prelu -> tanh"
+    tconv3d.accelerate(model)
+    torch.testing.assert_close(model(X), plain(X))
+    torch.testing.assert_close(model[1](X), plain[1](X))
+    assert count == ["conv -> instance_norm -> prelu -> tanh", "conv -> instance_norm -> prelu"]
+    torch.manual_seed(3)
+    found = model.train()(X)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, plain.train()(X))
+    assert count[2:] == ["conv -> instance_norm"]
+    assert kinds(tconv3d.restore(model)) == kinds(plain)
+
+
+def test_fuse_false_leaves_forwards_alone() -> None:
+    model = tconv3d.accelerate(block(), fuse=False)
+    assert type(model) is Block and type(model.up) is tconv3d.ConvTranspose3d
+    assert not tconv3d.plan_swaps(block(), fuse=False).layers[0].fused
+
+
+# ---- what must be noticed
+
+Change = Callable[[Any], Any]
+
+
+def set_global(model: Any) -> None:
+    global SCALE
+    SCALE = 0.5
+
+
+def close_hook(model: Any) -> None:
+    model.norm.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replace_norm_forward(model: Any) -> None:
+    model.norm.forward = lambda input: input * 2
+
+
+CHANGES: dict[str, tuple[Change, int]] = {
+    "training": (lambda m: m.eval(), 1),
+    "a flag": (lambda m: setattr(m, "flag", False), 1),
+    "a number that a property reads": (lambda m: setattr(m, "number", 5), 1),
+    "a list is written": (lambda m: m.numbers.append(3), 1),
+    "an attribute of the class is hidden": (lambda m: setattr(m, "gain", 7.0), 1),
+    "a method is replaced on the object": (lambda m: setattr(m, "finished", lambda y: y - 1), 1),
+    "a list of modules grows": (lambda m: m.more.append(nn.ReLU()), 1),
+    "a module is replaced": (lambda m: setattr(m, "act", nn.SiLU()), 1),
+    "a norm is replaced": (lambda m: setattr(m, "norm", nn.GroupNorm(2, 4)), 1),
+    "an activation becomes another": (lambda m: setattr(m.act, "negative_slope", 0.7), 1),
+    "a parameter is replaced": (lambda m: setattr(m, "scale", nn.Parameter(torch.full((4, 1, 1, 1), 3.0))), 1),
+    "a parameter is removed": (lambda m: setattr(m, "bias", None), 1),
+    "a global variable": (set_global, 1),
+    "a hook": (close_hook, 0),
+    "a replaced forward": (replace_norm_forward, 0),
+    "a convolution's hook": (lambda m: m.up.register_forward_pre_hook(lambda module, args: (2 * args[0],)), 0),
+    "statistics": (lambda m: m.norm.running_mean.add_(1), 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCALE", 1.5)
+    change, fused = CHANGES[name]
+    model, plain = tconv3d.accelerate(block()), block()
+    for each in (model, plain):
+        if name == "statistics":
+            each.eval()
+        each(X, SKIP)
+    assert len(count) == 1
+    for each in (model, plain):
+        change(each)
+    for _ in range(2):
+        torch.testing.assert_close(model(X, SKIP), plain(X, SKIP))
+    assert len(count) == 1 + 2 * fused
+
+
+def test_what_changes_back_needs_no_new_plan(count: list[str]) -> None:
+    model = tconv3d.accelerate(block())
+    for _ in range(4):
+        model.train()(X)
+        model.eval()(X)
+    assert model.__dict__[forwards.PLANS]._made == 2 and len(count) == 8
+
+
+def test_a_class_that_changes(count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Block):
+        pass
+
+    model, plain = tconv3d.accelerate(block(Own)), block(Own)
+    model(X)
+    monkeypatch.setattr(Block, "finished", lambda self, y: y * 5)
+    torch.testing.assert_close(model(X), plain(X))
+    monkeypatch.setattr(Own, "gain", 11.0)
+    torch.testing.assert_close(model(X), plain(X))
+    assert len(count) == 3
+    monkeypatch.setattr(Block, "forward", lambda self, x: x * 7)
+    torch.testing.assert_close(model(X), plain(X))
+    assert len(count) == 3
+
+
+def test_equal_arguments_of_other_types_are_other_calls(count: list[str]) -> None:
+    class Typed(Block):
+        def forward(self, x: Tensor, how: Any = None) -> Tensor:
+            y = self.norm(self.up(x))
+            return y * 2 if isinstance(how, bool) else y * 3 if isinstance(how, int) else torch.tanh(y)
+
+    model, plain = tconv3d.accelerate(block(Typed)), block(Typed)
+    for how in (1, True, 1.0, None, "1"):
+        torch.testing.assert_close(model(X, how), plain(X, how))
+    assert len(count) == 5
+
+
+def test_arguments_that_are_no_constants_run_as_written(count: list[str]) -> None:
+    class Many(Block):
+        def forward(self, x: Tensor, skips: Any = ()) -> Tensor:
+            y = torch.relu(self.up(x))
+            for skip in skips:
+                y = y + skip
+            return y
+
+    model, plain = tconv3d.accelerate(block(Many)), block(Many)
+    torch.testing.assert_close(model(X, [SKIP, SKIP]), plain(X, [SKIP, SKIP]))
+    assert not count
+    model(X)
+    assert len(count) == 1
+
+
+def test_a_wrong_call_raises_what_it_raised(count: list[str]) -> None:
+    model, plain = tconv3d.accelerate(block()), block()
+    for arguments, keywords in (((), {}), ((X, SKIP, 1, 2), {}), ((X,), {"x": X}), ((X,), {"y": X})):
+        errors = []
+        for each in (model, plain):
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                each(*arguments, **keywords)
+            errors.append((type(caught.value), str(caught.value)))
+        assert errors[0] == errors[1]
+
+
+# ---- forwards that are not read
+
+
+class Odd(nn.Module):
+    """A forward that something is wrong with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose3d(2, 4, 2, stride=2)
+        self.norm = nn.BatchNorm3d(4)
+        self.calls = 0
+        self.seen: list[Any] = []
+        self.settings = object()
+        self.hidden = [nn.ReLU()]
+        self.custom = Custom()
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor | None:
+        return x if x.sum() > 0 else None
+
+
+def odd(forward: Callable[..., Any]) -> type[Odd]:
+    return type("Written", (Odd,), {"forward": forward, "__module__": __name__})
+
+
+def by_values(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    return y if y.sum() > 0 else -y
+
+
+def by_sizes(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if x.shape[0] > 1 else self.up(x)
+
+
+def by_chance(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    return y if random.random() > 2 else -y
+
+
+def by_torch_chance(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    return y if torch.rand(()) > 2 else -y
+
+
+def counting(self: Odd, x: Tensor) -> Tensor:
+    self.calls += 1
+    return torch.relu(self.up(x))
+
+
+def keeping(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    self.seen.append(y)
+    return y
+
+
+def speaking(self: Odd, x: Tensor) -> Tensor:
+    print(x.shape)
+    return torch.relu(self.up(x))
+
+
+def without_gradients(self: Odd, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = self.up(x)
+    return torch.relu(y)
+
+
+def catching(self: Odd, x: Tensor) -> Tensor:
+    try:
+        y = self.up(x) if x.sum() > 0 else x
+    except Exception:
+        y = self.up(x)
+    return torch.relu(y)
+
+
+def of_a_type(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    return y if type(x) is Tensor else -y
+
+
+def a_result_that_may_be_none(self: Odd, x: Tensor) -> Tensor:
+    y = self.custom(x)
+    return torch.relu(self.up(x if y is None else y))
+
+
+def an_object(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if self.settings else x
+
+
+def an_unregistered_module(self: Odd, x: Tensor) -> Tensor:
+    return self.hidden[0](self.up(x))
+
+
+def a_global_list(self: Odd, x: Tensor) -> Tensor:
+    FACTORS.append(1.0)
+    return torch.relu(self.up(x)) * FACTORS[0]
+
+
+def any_arguments(self: Odd, *x: Tensor) -> Tensor:
+    return torch.relu(self.up(x[0]))
+
+
+def by_the_mode_of_autograd(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    return y if torch.is_grad_enabled() else -y
+
+
+def by_autocast(self: Odd, x: Tensor) -> Tensor:
+    y = torch.relu(self.up(x))
+    return y if torch.is_autocast_enabled("cpu") else -y
+
+
+def checkpointed(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(checkpoint(self.up, x, use_reentrant=False))
+
+
+def importing(self: Odd, x: Tensor) -> Tensor:
+    import math as other
+
+    return torch.relu(self.up(x)) * other.pi
+
+
+@torch.no_grad()
+def decorated(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x))
+
+
+NOT_READ: dict[Any, str] = {
+    by_values: "decides by values",
+    by_sizes: "decides by values or sizes",
+    by_chance: "random",
+    by_torch_chance: "rand without a tensor",
+    counting: "attribute",
+    keeping: "list",
+    speaking: "print",
+    without_gradients: "with statement",
+    catching: "catches exceptions",
+    of_a_type: "type()",
+    a_result_that_may_be_none: "None",
+    an_object: "settings",
+    an_unregistered_module: "hidden",
+    a_global_list: "FACTORS",
+    any_arguments: "any number of arguments",
+    by_the_mode_of_autograd: "is_grad_enabled",
+    by_autocast: "is_autocast_enabled",
+    checkpointed: "checkpoint",
+    importing: "imports",
+    decorated: "plain method",
+}
+
+
+@pytest.mark.parametrize("forward", NOT_READ, ids=lambda forward: forward.__name__)
+def test_what_is_not_read_and_why(forward: Any, count: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    made = odd(forward)
+    model, plain = block(made), block(made)
+    (layer,) = tconv3d.plan_swaps(model).layers
+    assert not layer.fused and NOT_READ[forward] in layer.why_alone, layer.why_alone
+    assert capsys.readouterr().out == ""
+    tconv3d.accelerate(model)
+    assert type(model) is made and not count
+    model.__class__ = fusing.fused_class(made)  # the call itself refuses as well
+    torch.testing.assert_close(model(X), plain(X))
+    assert not count and model.calls == plain.calls and len(model.seen) == len(plain.seen)
+
+
+def test_a_module_that_cannot_be_read_does_not_stop_the_others(count: list[str]) -> None:
+    model = nn.Sequential(block(odd(by_values)), nn.Conv3d(4, 2, 1), block())
+    report = tconv3d.plan_swaps(model)
+    assert [layer.fused for layer in report.layers] == [False, True]
+    assert "not fused: the forward of Written is not read" in str(report)
+    tconv3d.accelerate(model)
+    assert [type(each).__name__ for each in model] == ["Written", "Conv3d", "FusedBlock"]
+
+
+def test_closures_and_constants_of_python(count: list[str]) -> None:
+    factor = 2.0
+
+    def forward(self: Odd, x: Tensor) -> Tensor:
+        y = torch.relu(self.up(x)) * factor
+        return y * math.pi if isinstance(x, Tensor) and hasattr(x, "shape") and not hasattr(x, "nothing") else -y
+
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    torch.testing.assert_close(model(X), plain(X))
+    factor = 3.0
+    torch.testing.assert_close(model(X), plain(X))
+    assert len(count) == 2
+
+
+def test_an_input_that_is_written_later(count: list[str]) -> None:
+    def forward(self: Odd, x: Tensor) -> Tensor:
+        y = self.up(x)
+        x.mul_(2)
+        return torch.relu(y) + x.sum()
+
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    torch.testing.assert_close(model(X.clone()), plain(X.clone()))
+
+
+# ---- modules
+
+
+@pytest.mark.parametrize("again", [copied, pickled, saved, copy.copy])
+def test_copies(again: Any, count: list[str]) -> None:
+    model = tconv3d.accelerate(block().eval())
+    expected = model(X)
+    other = again(model)
+    torch.testing.assert_close(other(X), expected)
+    assert type(other) is type(model) and len(count) == 1 + (again is not copy.copy)
+    if again is not copy.copy:
+        with torch.no_grad():
+            model.norm.running_mean.add_(3)
+        torch.testing.assert_close(other(X), expected)
+    assert kinds(tconv3d.restore(other)) == kinds(block())
+
+
+def test_a_replica_runs_its_own_layers(count: list[str]) -> None:
+    model = tconv3d.accelerate(block().eval())
+    model(X)
+    replica = model._replicate_for_data_parallel()
+    replica._modules = {**model._modules, "act": nn.Identity()}
+    replica._parameters = dict(model._parameters)
+    plain = block().eval()
+    plain.act = nn.Identity()
+    torch.testing.assert_close(replica(X), plain(X))
+
+
+def test_restoring_leaves_nothing() -> None:
+    model = block()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    tconv3d.restore(tconv3d.accelerate(model))
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    assert type(model) is Block
+    tconv3d.accelerate(tconv3d.accelerate(model))
+    assert type(tconv3d.restore(model)) is Block
+
+
+def test_hooks_and_state_of_the_module_itself(count: list[str]) -> None:
+    model, plain = block(), block()
+    tconv3d.accelerate(model)
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.register_forward_hook(lambda module, args, output: seen.append(output) or output + 1)
+    torch.testing.assert_close(model(X), plain(2 * X) + 1)
+    assert len(seen) == len(count) == 1
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    torch.testing.assert_close(model(X), 2 * X + 1)
+
+
+def test_hooks_on_all_modules_see_every_layer(count: list[str]) -> None:
+    model = tconv3d.accelerate(block())
+    seen: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
+    try:
+        model(X)
+    finally:
+        handle.remove()
+    assert nn.BatchNorm3d in seen and not count
+
+
+def test_compilers_and_tracers_see_the_forward_as_it_is_written(count: list[str]) -> None:
+    model = tconv3d.accelerate(Small().eval())
+    x, skip = torch.randn(1, 16, 2, 2, 2), torch.randn(1, 8, 3, 3, 3)
+    expected = model(x, skip)
+    assert len(count) == 1
+    for other in (
+        torch.jit.script(model),
+        torch.jit.trace(model, (x, skip), check_trace=False),
+        torch.compile(model, backend="eager", fullgraph=True),
+        torch.fx.symbolic_trace(model),
+        torch.export.export(model, (x, skip)).module(),
+    ):
+        torch.testing.assert_close(other(x, skip), expected)
+    assert len(count) == 1
+    names = [node.target for node in torch.fx.symbolic_trace(model).graph.nodes if node.op == "call_module"]
+    assert names == ["up", "norm"]
+
+
+def test_a_traced_or_scripted_model_is_left() -> None:
+    traced = torch.fx.symbolic_trace(Small())
+    (layer,) = tconv3d.plan_swaps(traced).layers
+    assert not layer.fused and "torch.fx has written it" in layer.why_alone
+
+
+def test_threads_make_plans_at_the_same_time(count: list[str]) -> None:
+    model, plain = tconv3d.accelerate(block().eval()), block().eval()
+    expected, found = plain(X), []
+    threads = [threading.Thread(target=lambda: found.append(model(X))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(torch.allclose(each, expected) for each in found)
