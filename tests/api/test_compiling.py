@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from places import ROOT
 from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
 
 import tconv3d
 from tconv3d.api import compiling
@@ -42,11 +43,13 @@ CHAINS = ["conv -> batch_norm -> leaky_relu: fused", "conv -> group_norm -> silu
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
+    """Makes float32 strict, and compiles graphs that Inductor has kept on disk again."""
     torch._dynamo.reset()
     usual = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    yield
+    with inductor_config.patch(force_disable_caches=True):
+        yield
     torch.backends.cudnn.conv.fp32_precision = usual
     torch._dynamo.reset()
 
