@@ -28,6 +28,8 @@ from .python_code import CannotRead
 from .reading import TENSOR
 
 MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
+MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
+MOST_SIZES = 1024  # input sizes that are remembered
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()
 _DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
@@ -42,6 +44,7 @@ class FusedChain(FusedTail):
         super().__init__(layer, _Tail(parts, chain, attributes), exact_order=False)
         self.words = chain.words
         self._parts, self._attributes = tuple(dict.fromkeys(parts.values())), attributes
+        self._sizes: set[torch.Size] = set()
         self._norm, self._rest = None, None
         found = _triple(chain, read.modules, layer)
         if found is not None:
@@ -50,6 +53,19 @@ class FusedChain(FusedTail):
 
     def _watched(self) -> bool:
         return False  # the plan has looked
+
+    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
+        """Returns what a call runs. When many sizes have come, a new one runs unfused until it comes again.
+
+        That is for inference: a checkpoint must record the same when a call is repeated.
+        """
+        if input.shape not in self._sizes and not torch.is_grad_enabled():
+            if len(self._sizes) >= MOST_SIZES:
+                self._sizes.clear()
+            self._sizes.add(input.shape)
+            if len(self._sizes) > MANY_SIZES:
+                return "the size is new"
+        return super()._kind(input, extra)
 
     def _state(self) -> Any:
         state: list[Any] = []
@@ -220,10 +236,16 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
         return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
 
     chains.replace(read.graph, fused, call)
-    code = read.graph.python_code("self")
+    return Plan(conditions, _function(read.graph, type(module).__name__), [layers[chain] for chain in fused], others)
+
+
+def _function(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Returns a graph as a Python function, whose first argument is the module."""
+    code = graph.python_code("self")
     space = dict(code.globals)
-    exec(compile(code.src, f"<fused forward of {type(module).__name__}>", "exec"), space)
-    return Plan(conditions, space["forward"], [layers[chain] for chain in fused], others)
+    exec(compile(code.src, f"<fused forward of {name}>", "exec"), space)
+    found: Callable[..., Any] = space["forward"]
+    return found
 
 
 def _watch_modules(explored: Explored) -> None:

@@ -134,6 +134,10 @@ def _why_not(module: nn.Module) -> str | None:
         return "it has been replaced on the class"
     if function is not nn.Sequential.forward and not Signature(function).fits:
         return "it takes any number of arguments"
+    try:
+        fused_class(kind)
+    except Exception as error:  # a class may ask something of those that are derived from it
+        return f"no class can be derived from {kind.__name__}: {error}"
     return None
 
 
@@ -181,6 +185,8 @@ def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of modules of class `kind` whose chains run fused."""
     if kind is nn.Sequential:
         return FusedSequential
+    if BASE in kind.__dict__:
+        return kind
     found = _derived.get(kind)
     if found is None:
         contents = {

@@ -111,7 +111,9 @@ def nothing_written() -> Iterator[TorchDispatchMode]:
     """
     mode = _Remembering()
     try:
-        yield mode
+        # Whoever counts or moves the tensors that autograd saves, a checkpoint for example, does not see the tracing's.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield mode
     finally:
         with torch.no_grad():
             for tensor, value in reversed(mode.before):
