@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..runtime.compiler import MissingCompilerError
 from ..tails import chains, vocabulary
 from ..tails.chains import Chain
 from ..torch_ops.backend import current_backend
@@ -45,11 +47,23 @@ class FusedChain(FusedTail):
         self.words = chain.words
         self._parts, self._attributes = tuple(dict.fromkeys(parts.values())), attributes
         self._sizes: set[torch.Size] = set()
+        self._has_kernels = True
         self._norm, self._rest = None, None
         found = _triple(chain, read.modules, layer)
         if found is not None:
             behind = Chain(chain.nodes[1], chain.nodes[2:], chain.attributes, chain.passed, (), "")
             self._norm, self._rest = found, _Tail(parts, behind, attributes)
+
+    def forward(self, input: Tensor, *extra: Any) -> Any:
+        """Runs the chain, layer by layer where its kernels can be neither found nor compiled."""
+        if self._has_kernels:
+            try:
+                return super().forward(input, *extra)
+            except MissingCompilerError as error:
+                self._has_kernels = False
+                text = f"tconv3d: {self.words} runs unfused, because its kernels are not there to be loaded: {error}"
+                warnings.warn(text, stacklevel=2)
+        return self._unfused(input, *extra)
 
     def _watched(self) -> bool:
         return False  # the plan has looked
@@ -148,6 +162,12 @@ class Explored:
         found = self.read.modules[str(node.target)]
         assert isinstance(found, nn.ConvTranspose3d)
         return found
+
+    def norms(self) -> dict[nn.Module, nn.GroupNorm]:
+        """Returns the norms of chains that begin with a ReLU and a GroupNorm, by their convolutions."""
+        layers = [(chain, self.convolution(chain.convolution)) for chain in self.chains]
+        found = {layer: _triple(chain, self.read.modules, layer) for chain, layer in layers}
+        return {layer: norm for layer, norm in found.items() if norm is not None}
 
     def has_own_forwards(self, chain: Chain) -> bool:
         """Tells whether the layers of a chain run the forwards that the source files of their classes define."""

@@ -111,7 +111,7 @@ def nothing_written() -> Iterator[TorchDispatchMode]:
     """
     mode = _Remembering()
     try:
-        # Whoever counts or moves the tensors that autograd saves, a checkpoint for example, does not see the tracing's.
+        # Whoever counts or moves what autograd saves, a checkpoint for example, must not see the tensors of tracing.
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             yield mode
     finally:

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tconv3d
 from tconv3d.api import forwards, fusing
 from tconv3d.api.fuse import FusedTail
+from tconv3d.runtime.compiler import MissingCompilerError
 from tconv3d.tools.tasks import relu_group_norm
 
 SCALE = 1.5
@@ -357,6 +358,28 @@ def test_a_wrong_call_raises_what_it_raised(count: list[str]) -> None:
                 each(*arguments, **keywords)
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1]
+
+
+def test_a_chain_whose_kernels_are_missing_runs_unfused_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: FusedTail, input: Tensor, *extra: Any) -> Any:
+        raise MissingCompilerError("no compiler")
+
+    monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+    monkeypatch.setattr(FusedTail, "forward", missing)
+    model, plain = tconv3d.accelerate(block().eval()), block().eval()
+    with pytest.warns(UserWarning, match=r"conv -> batch_norm.*runs unfused.*no compiler"):
+        torch.testing.assert_close(model(X), plain(X))
+    torch.testing.assert_close(model(X), plain(X))
+
+
+def test_norms_of_measured_blocks_are_precompiled() -> None:
+    class Longer(relu_group_norm.Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    for kind in (relu_group_norm.Model, Longer):
+        model = tconv3d.accelerate(kind(4, 8, 3, 2))
+        assert fusing.norms(model) == {model.conv_transpose: model.group_norm}
 
 
 # ---- forwards that are not read
