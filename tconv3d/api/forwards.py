@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..runtime.compiler import MissingCompilerError
 from ..tails import chains, vocabulary
 from ..tails.chains import Chain
 from ..torch_ops.backend import current_backend
@@ -28,6 +30,8 @@ from .python_code import CannotRead
 from .reading import TENSOR
 
 MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
+MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
+MOST_SIZES = 1024  # input sizes that are remembered
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()
 _DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
@@ -42,14 +46,40 @@ class FusedChain(FusedTail):
         super().__init__(layer, _Tail(parts, chain, attributes), exact_order=False)
         self.words = chain.words
         self._parts, self._attributes = tuple(dict.fromkeys(parts.values())), attributes
+        self._sizes: set[torch.Size] = set()
+        self._has_kernels = True
         self._norm, self._rest = None, None
         found = _triple(chain, read.modules, layer)
         if found is not None:
             behind = Chain(chain.nodes[1], chain.nodes[2:], chain.attributes, chain.passed, (), "")
             self._norm, self._rest = found, _Tail(parts, behind, attributes)
 
+    def forward(self, input: Tensor, *extra: Any) -> Any:
+        """Runs the chain, layer by layer where its kernels can be neither found nor compiled."""
+        if self._has_kernels:
+            try:
+                return super().forward(input, *extra)
+            except MissingCompilerError as error:
+                self._has_kernels = False
+                text = f"tconv3d: {self.words} runs unfused, because its kernels are not there to be loaded: {error}"
+                warnings.warn(text, stacklevel=2)
+        return self._unfused(input, *extra)
+
     def _watched(self) -> bool:
         return False  # the plan has looked
+
+    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
+        """Returns what a call runs. When many sizes have come, a new one runs unfused until it comes again.
+
+        That is for inference: a checkpoint must record the same when a call is repeated.
+        """
+        if input.shape not in self._sizes and not torch.is_grad_enabled():
+            if len(self._sizes) >= MOST_SIZES:
+                self._sizes.clear()
+            self._sizes.add(input.shape)
+            if len(self._sizes) > MANY_SIZES:
+                return "the size is new"
+        return super()._kind(input, extra)
 
     def _state(self) -> Any:
         state: list[Any] = []
@@ -132,6 +162,12 @@ class Explored:
         found = self.read.modules[str(node.target)]
         assert isinstance(found, nn.ConvTranspose3d)
         return found
+
+    def norms(self) -> dict[nn.Module, nn.GroupNorm]:
+        """Returns the norms of chains that begin with a ReLU and a GroupNorm, by their convolutions."""
+        layers = [(chain, self.convolution(chain.convolution)) for chain in self.chains]
+        found = {layer: _triple(chain, self.read.modules, layer) for chain, layer in layers}
+        return {layer: norm for layer, norm in found.items() if norm is not None}
 
     def has_own_forwards(self, chain: Chain) -> bool:
         """Tells whether the layers of a chain run the forwards that the source files of their classes define."""
@@ -220,10 +256,16 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
         return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
 
     chains.replace(read.graph, fused, call)
-    code = read.graph.python_code("self")
+    return Plan(conditions, _function(read.graph, type(module).__name__), [layers[chain] for chain in fused], others)
+
+
+def _function(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Returns a graph as a Python function, whose first argument is the module."""
+    code = graph.python_code("self")
     space = dict(code.globals)
-    exec(compile(code.src, f"<fused forward of {type(module).__name__}>", "exec"), space)
-    return Plan(conditions, space["forward"], [layers[chain] for chain in fused], others)
+    exec(compile(code.src, f"<fused forward of {name}>", "exec"), space)
+    found: Callable[..., Any] = space["forward"]
+    return found
 
 
 def _watch_modules(explored: Explored) -> None:

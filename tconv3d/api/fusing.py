@@ -7,6 +7,7 @@ not, the forward runs as it is written.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import types
@@ -21,7 +22,7 @@ from torch._jit_internal import is_scripting
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..tails.chains import Chain
-from . import forwards, plain
+from . import plain
 from .forwards import PLANS, Explored, Plans, Signature, is_sequence, run, run_in_a_row, written_forward
 from .modules import ConvTranspose3d
 from .plain import BASE
@@ -134,6 +135,10 @@ def _why_not(module: nn.Module) -> str | None:
         return "it has been replaced on the class"
     if function is not nn.Sequential.forward and not Signature(function).fits:
         return "it takes any number of arguments"
+    try:
+        fused_class(kind)
+    except Exception as error:  # a class may ask something of those that are derived from it
+        return f"no class can be derived from {kind.__name__}: {error}"
     return None
 
 
@@ -181,6 +186,8 @@ def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of modules of class `kind` whose chains run fused."""
     if kind is nn.Sequential:
         return FusedSequential
+    if BASE in kind.__dict__:
+        return kind
     found = _derived.get(kind)
     if found is None:
         contents = {
@@ -241,10 +248,14 @@ def fused_base(module: nn.Module) -> tuple[type[nn.Module], type[nn.Module]] | N
     return None
 
 
-def triples(sequence: nn.Module, kinds: tuple[type[nn.Module], ...] = (ConvTranspose3d,)) -> list[nn.Module]:
-    """Returns the convolutions of a sequence with a class in `kinds` which a plain ReLU and GroupNorm follow."""
-    if type(sequence) not in (nn.Sequential, FusedSequential) or "forward" in sequence.__dict__:
-        return []  # a subclass, or a replaced forward, may do anything between the layers
-    layers: list[Any] = list(sequence._modules.values())
-    found = (layers[i : i + 3] for i, layer in enumerate(layers) if type(layer) in kinds)
-    return [triple[0] for triple in found if forwards.is_triple(triple) and all(map(plain.has_own_forward, triple))]
+def norms(model: nn.Module) -> dict[nn.Module, nn.GroupNorm]:
+    """Returns the convolutions of a fused model whose chain begins with a ReLU and a GroupNorm, with the norm."""
+    found: dict[nn.Module, nn.GroupNorm] = {}
+    for module in model.modules():
+        if fused_base(module) is None:
+            continue
+        function = written_forward(type(module))
+        for example in Signature(function).examples():
+            with contextlib.suppress(CannotRead):
+                found |= Explored(module, function, example, lambda layer: type(layer) is ConvTranspose3d).norms()
+    return found

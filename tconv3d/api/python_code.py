@@ -94,8 +94,10 @@ class _Cell:
 class Watch:
     """Watches one run of the user's code."""
 
-    def __init__(self, conditions: Conditions) -> None:
-        self._conditions = conditions
+    def __init__(
+        self, conditions: Conditions, method_of: Callable[[types.CodeType], types.FunctionType | None]
+    ) -> None:
+        self._conditions, self._method_of = conditions, method_of
         self._users: set[types.CodeType] = set()  # code that was looked at
         self._nested: set[types.CodeType] = set()  # code inside of it, whose free variables are local ones
         self._known: dict[types.CodeType, types.FunctionType] = {}
@@ -184,8 +186,11 @@ class Watch:
         library = os.path.dirname(os.__file__) + os.sep
         if file.startswith(library) and "site-packages" not in file:
             raise CannotRead(f"it calls {code.co_name} of {os.path.basename(file)}")
-        if code.co_freevars and code not in self._known and code not in self._nested:
-            raise CannotRead(f"{code.co_name} has a closure that cannot be seen")
+        if code not in self._known and code not in self._nested:
+            method = self._method_of(code)  # reached by `super()`
+            if method is None:
+                raise CannotRead(f"how it finds {code.co_name} cannot be seen")
+            self.knows(method)
         self._scan(code, frame.f_globals)
         self._users.add(code)
 
@@ -196,6 +201,10 @@ class Watch:
             name = instruction.opname
             if name in _REFUSED:
                 raise CannotRead(_REFUSED[name])
+            if name == "STORE_DEREF" and instruction.argval in code.co_freevars and code not in self._nested:
+                raise CannotRead(f"it sets {instruction.argval}, a variable of a closure")
+            if name in _ATTRIBUTE and instruction.argval.startswith("__"):
+                raise CannotRead(f"it reads {instruction.argval}")
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._global(instruction.argval, variables, instructions[index + 1 : index + 8])
             elif name == "IS_OP" or name.endswith(("_IF_NONE", "_IF_NOT_NONE")):

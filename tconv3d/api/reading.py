@@ -151,9 +151,10 @@ class _Reader(GraphAppendingTracer):
         super().__init__(self.read.graph)
         self.record_stack_traces = False
         self.is_opened, self.training = is_opened, training
-        self.watch = Watch(self.read.conditions)
+        self.watch = Watch(self.read.conditions, self._method_of)
         self._stand_ins: dict[int, _StandIn] = {}
         self._sources: dict[str, _Symbol] = {}
+        self._called: set[str] = set()  # modules that are not PyTorch's and were called
 
     # ---- what torch.fx asks
 
@@ -267,9 +268,21 @@ class _Reader(GraphAppendingTracer):
             if target not in self._sources:
                 self._sources[target] = _Symbol(self.read.graph.get_attr(target), self, is_tensor=True)
             return self._sources[target]
+        if any(path == called or path.startswith(f"{called}.") for called in self._called):
+            raise CannotRead(f"it reads {name} of a module that it has called, which may have changed it")
         if isinstance(value, nn.Module):  # kept behind PyTorch's back, in a list for example
             raise CannotRead(f"{name} is a module that is not registered")
         return self.watch.value(place, name, value, replaced=True)
+
+    def _method_of(self, code: types.CodeType) -> types.FunctionType | None:
+        """Returns the method of a module's class that has this code, and makes a condition of it."""
+        for kind in {type(_reader_of(each)[1]) for each in self._stand_ins.values()}:
+            for base in kind.__mro__:
+                for name, found in base.__dict__.items():
+                    if isinstance(found, types.FunctionType) and found.__code__ is code:
+                        self.read.conditions.same(base.__dict__, name, found)
+                        return found
+        return None
 
     # ---- calls
 
@@ -280,6 +293,8 @@ class _Reader(GraphAppendingTracer):
         if self.is_opened(module) and len(args) == 1 and not kwargs:
             return self.in_a_row(module, path, *args)
         self.read.modules[path] = module
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            self._called.add(path)
         return self.create_proxy("call_module", path, args, kwargs)
 
     def in_a_row(self, module: nn.Module, path: str, input: Any) -> Any:

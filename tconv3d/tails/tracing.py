@@ -111,7 +111,9 @@ def nothing_written() -> Iterator[TorchDispatchMode]:
     """
     mode = _Remembering()
     try:
-        yield mode
+        # Whoever counts or moves what autograd saves, a checkpoint for example, must not see the tensors of tracing.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield mode
     finally:
         with torch.no_grad():
             for tensor, value in reversed(mode.before):

@@ -11,17 +11,21 @@ import math
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from swaps import copied, kinds, needs_kernels, pickled, saved
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import tconv3d
 from tconv3d.api import forwards, fusing
+from tconv3d.api.fuse import FusedTail
+from tconv3d.runtime.compiler import MissingCompilerError
 from tconv3d.tools.tasks import relu_group_norm
 
 SCALE = 1.5
@@ -130,6 +134,51 @@ def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-4)
     (plan,) = [plan for plans in model.__dict__[forwards.PLANS]._plans.values() for plan in plans]
     assert plan.function is not None
+
+
+def in_forward_mode(model: nn.Module, x: Tensor, skip: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)), skip)))
+
+
+def counted_flops(model: nn.Module, x: Tensor, skip: Tensor) -> Any:
+    with FlopCounterMode(display=False) as counter:
+        model(x, skip)
+    return torch.tensor(counter.get_total_flops())
+
+
+def checkpointed_gradient(model: nn.Module, x: Tensor, skip: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    checkpoint(model, x, skip, use_reentrant=False).sin().sum().backward()
+    return x.grad
+
+
+def with_other_parameters(model: nn.Module, x: Tensor, skip: Tensor) -> Any:
+    parameters = {name: value * 2 for name, value in model.named_parameters()}
+    return torch.func.functional_call(model, parameters, (x, skip))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "use",
+    [
+        in_forward_mode,
+        counted_flops,
+        checkpointed_gradient,
+        with_other_parameters,
+        lambda model, x, skip: torch.vmap(lambda a, b: model(a[None], b[None])[0])(x, skip),
+        lambda model, x, skip: torch.func.jvp(lambda a: model(a, skip), (x,), (x,)),
+        lambda model, x, skip: model(x[:1], skip[:1]),
+        lambda model, x, skip: model(x[:0], skip[:0]),
+    ],
+)
+def test_who_else_looks_at_a_call(use: Any, ours: str) -> None:
+    torch.manual_seed(0)
+    model = Small().to(ours).eval()
+    plain = copy.deepcopy(model)
+    tconv3d.accelerate(model)
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    torch.testing.assert_close(use(model, x, skip), use(plain, x, skip), rtol=1e-3, atol=1e-4)
 
 
 @needs_kernels
@@ -305,10 +354,32 @@ def test_a_wrong_call_raises_what_it_raised(count: list[str]) -> None:
     for arguments, keywords in (((), {}), ((X, SKIP, 1, 2), {}), ((X,), {"x": X}), ((X,), {"y": X})):
         errors = []
         for each in (model, plain):
-            with pytest.raises(Exception) as caught:  # noqa: PT011
+            with pytest.raises(Exception) as caught:
                 each(*arguments, **keywords)
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1]
+
+
+def test_a_chain_whose_kernels_are_missing_runs_unfused_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: FusedTail, input: Tensor, *extra: Any) -> Any:
+        raise MissingCompilerError("no compiler")
+
+    monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+    monkeypatch.setattr(FusedTail, "forward", missing)
+    model, plain = tconv3d.accelerate(block().eval()), block().eval()
+    with pytest.warns(UserWarning, match=r"conv -> batch_norm.*runs unfused.*no compiler"):
+        torch.testing.assert_close(model(X), plain(X))
+    torch.testing.assert_close(model(X), plain(X))
+
+
+def test_norms_of_measured_blocks_are_precompiled() -> None:
+    class Longer(relu_group_norm.Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    for kind in (relu_group_norm.Model, Longer):
+        model = tconv3d.accelerate(kind(4, 8, 3, 2))
+        assert fusing.norms(model) == {model.conv_transpose: model.group_norm}
 
 
 # ---- forwards that are not read
@@ -326,11 +397,20 @@ class Odd(nn.Module):
         self.settings = object()
         self.hidden = [nn.ReLU()]
         self.custom = Custom()
+        self.writer = Writer()
 
 
 class Custom(nn.Module):
     def forward(self, x: Tensor) -> Tensor | None:
         return x if x.sum() > 0 else None
+
+
+class Writer(nn.Module):
+    written = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written = x.shape[0]
+        return x
 
 
 def odd(forward: Callable[..., Any]) -> type[Odd]:
@@ -433,6 +513,29 @@ def importing(self: Odd, x: Tensor) -> Tensor:
     return torch.relu(self.up(x)) * other.pi
 
 
+def reading_what_a_module_wrote(self: Odd, x: Tensor) -> Tensor:
+    y = self.writer(x)
+    return torch.relu(self.up(y)) * self.writer.written
+
+
+def counting_in_a_closure() -> Callable[..., Any]:
+    calls = 0
+
+    def forward(self: Odd, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.relu(self.up(x)) * calls
+
+    return forward
+
+
+in_a_closure = counting_in_a_closure()
+
+
+def of_its_class(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if self.__class__.dump_patches else self.up(x)
+
+
 @torch.no_grad()
 def decorated(self: Odd, x: Tensor) -> Tensor:
     return torch.relu(self.up(x))
@@ -458,6 +561,8 @@ NOT_READ: dict[Any, str] = {
     by_autocast: "is_autocast_enabled",
     checkpointed: "checkpoint",
     importing: "imports",
+    reading_what_a_module_wrote: "reads written of a module that it has called",
+    of_its_class: "__class__",
     decorated: "plain method",
 }
 
@@ -497,6 +602,89 @@ def test_closures_and_constants_of_python(count: list[str]) -> None:
     factor = 3.0
     torch.testing.assert_close(model(X), plain(X))
     assert len(count) == 2
+
+
+def test_a_closure_that_is_written() -> None:
+    (layer,) = tconv3d.plan_swaps(block(odd(in_a_closure))).layers
+    assert "calls, a variable of a closure" in layer.why_alone
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose3d(2, 4, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.up(x))
+
+
+class Derived(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_forward_of_a_base_class(count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = tconv3d.accelerate(block(Derived)), block(Derived)
+    torch.testing.assert_close(model(X), plain(X))
+    assert count == ["conv -> relu -> mul"]
+    monkeypatch.setattr(Base, "forward", lambda self, x: torch.tanh(self.up(x)))
+    torch.testing.assert_close(model(X), plain(X))
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: dict[str, Any]
+
+
+def test_results_of_any_form(count: list[str]) -> None:
+    def forward(self: Odd, x: Tensor) -> Any:
+        y = torch.relu(self.up(x))
+        return [y, (x, None), {"y": y, "n": 2}]
+
+    def pair(self: Odd, x: Tensor) -> Any:
+        y = torch.relu(self.up(x))
+        return Pair(y, {"x": x})
+
+    for each in (forward, pair):
+        model, plain = tconv3d.accelerate(block(odd(each))), block(odd(each))
+        found, expected = model(X), plain(X)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_class_that_refuses_to_be_derived_from() -> None:
+    class Final(Base):
+        def __init_subclass__(cls, *, registered: bool) -> None:
+            super().__init_subclass__()
+
+    (layer,) = tconv3d.plan_swaps(block(Final)).layers
+    assert "no class can be derived from Final" in layer.why_alone
+    assert type(tconv3d.accelerate(block(Final))) is Final
+
+
+def test_attributes_of_layers_in_a_chain_are_conditions(count: list[str]) -> None:
+    """A chain is traced with them, so another value needs another chain."""
+    model = tconv3d.accelerate(block())
+    model(X)
+    model.act.negative_slope = 0.9
+    model(X)
+    model.norm.eps = 1.0
+    model(X)
+    assert model.__dict__[forwards.PLANS]._made == 3
+
+
+def test_many_sizes_are_not_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+    monkeypatch.setattr(forwards, "MANY_SIZES", 2)
+    monkeypatch.setattr(FusedTail, "_kind", lambda self, input, extra: found.append(input.shape[2]) or "not here")
+    model = tconv3d.accelerate(block().eval())
+    with torch.no_grad():
+        for size in (1, 2, 3, 4, 1, 4, 3):
+            model(torch.randn(1, 2, size, 2, 2))
+    assert found == [1, 2, 1, 4, 3]
+    model(torch.randn(1, 2, 5, 2, 2))  # a checkpoint must record the same when it repeats a call
+    assert found[-1] == 5
 
 
 def test_an_input_that_is_written_later(count: list[str]) -> None:
@@ -560,6 +748,27 @@ def test_hooks_and_state_of_the_module_itself(count: list[str]) -> None:
     torch.testing.assert_close(model(X), 2 * X + 1)
 
 
+def test_a_hook_in_one_chain_leaves_the_other_fused(count: list[str]) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.ConvTranspose3d(2, 2, 2), nn.ConvTranspose3d(2, 2, 2)
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.second(self.act(self.first(x))))
+
+    model, plain = tconv3d.accelerate(block(Two)), block(Two)
+    expected = plain(X)
+    torch.testing.assert_close(model(X), expected)
+    handle = model.act.register_forward_hook(lambda module, args, output: None)
+    torch.testing.assert_close(model(X), expected)
+    handle.remove()
+    torch.testing.assert_close(model(X), expected)
+    both = ["conv -> tanh", "conv -> relu"]
+    assert count == [*both, "conv -> relu", *both]
+
+
 def test_hooks_on_all_modules_see_every_layer(count: list[str]) -> None:
     model = tconv3d.accelerate(block())
     seen: list[Any] = []
@@ -571,6 +780,7 @@ def test_hooks_on_all_modules_see_every_layer(count: list[str]) -> None:
     assert nn.BatchNorm3d in seen and not count
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compilers_and_tracers_see_the_forward_as_it_is_written(count: list[str]) -> None:
     model = tconv3d.accelerate(Small().eval())
     x, skip = torch.randn(1, 16, 2, 2, 2), torch.randn(1, 8, 3, 3, 3)
