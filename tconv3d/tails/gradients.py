@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .lowering import lower
 from .pointwise import FLOATS, dependent, is_view, meta, packet_of, shape_of
 from .rounds import Divided, divide
-from .tracing import copied, nothing_written, writes
+from .tracing import copied, nothing_written, without_logging, writes
 
 aten = torch.ops.aten
 
@@ -134,7 +134,7 @@ def _differentiated(
             examples = [
                 torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device) for like in likes
             ]
-        with nothing_written() as mode:
+        with without_logging(), nothing_written() as mode:
             graph = make_fx(
                 gradients,
                 decomposition_table=_table(),

@@ -8,6 +8,7 @@ the tail's own objects. This module knows nothing of kernels.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -135,6 +136,17 @@ class CannotTrace(RuntimeError):
 
 
 @contextlib.contextmanager
+def without_logging() -> Iterator[None]:
+    """Keeps PyTorch from writing a traceback to its log if an operator cannot be traced, which a report names."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    usual, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = usual
+
+
+@contextlib.contextmanager
 def _uncached_autocast() -> Iterator[None]:
     """Keeps autocast as it is, but for its cache, into which tensors without data would get."""
     usual = torch.is_autocast_cache_enabled()
@@ -176,7 +188,7 @@ def trace(
             return tail(z, *rest)
 
     try:
-        with torch.no_grad(), _uncached_autocast(), nothing_written() as mode:
+        with torch.no_grad(), _uncached_autocast(), without_logging(), nothing_written() as mode:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 z = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
                 extra = [_again(each) for each in extra]
@@ -212,6 +224,8 @@ def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
             base = base.args[0]
         if base.op == "get_attr" or base in allowed:  # running statistics
             node.args = (base, *node.args[1:])
+            if _is_read_later(base, node, order):
+                raise CannotTrace("it reads or writes running statistics that it has written to before")
             continue
         value = base
         if node.target is aten.as_strided_.default and node.meta["val"].shape == base.meta["val"].shape:
@@ -223,6 +237,15 @@ def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
         node.replace_all_uses_with(value)
         base.replace_all_uses_with(value, delete_user_cb=lambda user, at=order[node]: order[user] > at)
         graph.erase_node(node)
+
+
+def _is_read_later(base: fx.Node, write: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Tells whether a tensor from outside of the graph is used after a node has written to it."""
+    same = [
+        node for node in order if node is base or (base.op == node.op == "get_attr" and base.target == node.target)
+    ]
+    later = [user for node in same for user in node.users if order[user] > order[write]]
+    return any(user.users or (user.op == "call_function" and writes(user)) for user in later)
 
 
 def _is_new(node: fx.Node) -> bool:
