@@ -8,12 +8,13 @@ over it, if the whole tail can run so; otherwise the tail runs as it is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 
 from ..planning.planner import Refused
@@ -38,10 +39,16 @@ class FuseReport:
     passes: tuple[str, ...]  # the expressions of every pass over the result
     pytorch: tuple[str, ...]  # the operators that run in PyTorch behind the fused part
     why_not: str = ""  # why nothing is fused
+    gradients: tuple[str, ...] = ()  # what calls that record gradients run instead
 
     def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def lines(self) -> list[str]:
+        """The report in lines."""
         if self.why_not:
-            return f"not fused: {self.why_not}"
+            return [f"not fused: {self.why_not}"]
         lines = (
             ("in the weight", self.weight),
             ("in the convolution's kernel", self.kernel),
@@ -49,7 +56,8 @@ class FuseReport:
             *(("in one pass over its result", each) for each in self.passes),
             ("in PyTorch", ", ".join(self.pytorch)),
         )
-        return "\n".join(f"{name}: {text}" for name, text in lines if text) or "nothing follows the convolution"
+        found = [f"{name}: {text}" for name, text in lines if text] or ["nothing follows the convolution"]
+        return [*found, *(f"if gradients are recorded, {text}" for text in self.gradients)]
 
 
 class FusedTail(nn.Module):
@@ -104,26 +112,24 @@ class FusedTail(nn.Module):
         return self.tail(self.convolution(input), *extra)
 
     def report(self, input: Tensor, *extra: Any) -> FuseReport:
-        """Returns what becomes of the tail in a call with these arguments that records no gradients."""
+        """Returns what becomes of the tail in a call with these arguments.
+
+        Unless gradients are switched off, what calls that record gradients run is part of the report.
+        """
         kind = self._kind(input, extra)
-        if isinstance(kind, str):
-            return FuseReport("", "", "", (), (), kind)
-        s = kind.prepared.stages
-        taken = s.statistics
-        return FuseReport(
-            weight=", ".join(
-                [
-                    *([] if s.affine.expression == VALUE else [str(s.affine.expression)]),
-                    *([] if s.moved is None else [s.moved.text]),
-                ]
-            ),
-            kernel="" if s.epilogue == VALUE else str(s.epilogue),
-            statistics=""
-            if taken is None
-            else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
-            passes=s.rounds.passes,
-            pytorch=s.rounds.left_names,
-        )
+        return FuseReport("", "", "", (), (), kind) if isinstance(kind, str) else _report(kind, input, self, extra)
+
+    def example_kind(self, input: Tensor, extra: Sequence[Any]) -> Kind | str:
+        """Returns what a call with tensors of this kind would run, on any device; they may have no data."""
+        weight, bias, *settings = arguments(self.convolution, input, None)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x, *rest = (_example(each, weight.device) for each in (input, *extra))
+        return self._kinds.find(x, weight, bias, convolution_of(*settings), rest, self._state())
+
+    def example_report(self, input: Tensor, extra: Sequence[Any]) -> FuseReport:
+        """Returns the report of `example_kind`."""
+        kind = self.example_kind(input, extra)
+        return FuseReport("", "", "", (), (), kind) if isinstance(kind, str) else _report(kind, input, self, extra)
 
     def train(self, mode: bool = True) -> FusedTail:
         """Switches between training and evaluation; what was computed from weights is computed again."""
@@ -168,6 +174,35 @@ class FusedTail(nn.Module):
             (module.training, *map(id, module._parameters.values()), *map(id, module._buffers.values()))
             for module in modules
         )
+
+
+def _example(value: Any, device: torch.device) -> Any:
+    """Returns a tensor without data on a device for a tensor, and any other value itself."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _report(kind: Kind, input: Tensor, block: FusedTail, extra: Sequence[Any]) -> FuseReport:
+    s = kind.prepared.stages
+    taken, passed = s.statistics, [each for each in extra if isinstance(each, Tensor)]
+    layer = block.convolution
+    wanted = recording(input, layer.weight, layer.bias, *passed, *kind.captured)
+    return FuseReport(
+        weight=", ".join(
+            [
+                *([] if s.affine.expression == VALUE else [str(s.affine.expression)]),
+                *([] if s.moved is None else [s.moved.text]),
+            ]
+        ),
+        kernel="" if s.epilogue == VALUE else str(s.epilogue),
+        statistics=""
+        if taken is None
+        else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
+        passes=s.rounds.passes,
+        pytorch=s.rounds.left_names,
+        gradients=kind.recorded(passed).texts if wanted else (),
+    )
 
 
 def fuse(layer: nn.ConvTranspose3d, tail: Callable[..., Any], *, exact_order: bool = False) -> FusedTail:

@@ -74,9 +74,18 @@ class Differentiable:
         return False
 
     @property
-    def left_names(self) -> tuple[str, ...]:
-        """The operators that PyTorch runs behind the fused part."""
-        return tuple(dict.fromkeys(name_of(node) for node in self.part.rest if not is_view(node)))
+    def texts(self) -> tuple[str, ...]:
+        """What the passes forward and backward compute and what PyTorch runs behind them, for people."""
+        if self.graph.meta.get(SWITCHES_GRADIENTS):
+            return ("the tail runs in PyTorch: it switches gradients off or on",)
+        if not self.possible:
+            return ("the tail runs in PyTorch: no part of it has gradients that are passes",)
+        left = dict.fromkeys(name_of(node) for node in self.part.rest if not is_view(node))
+        return (
+            *(f"forward in one pass over the plain result: {text}" for text in self.plain.rounds.passes),
+            *(f"backward in one pass over the plain result: {text}" for text in self.gradient.rounds.passes),
+            *([f"forward and backward in PyTorch: {', '.join(left)}"] if left else []),
+        )
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, passed: Sequence[Tensor]
