@@ -99,6 +99,8 @@ class _Symbol(Proxy):
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if not callable(getattr(Tensor, name)):  # read now: an operator in place may change it
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return _SymbolAttribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

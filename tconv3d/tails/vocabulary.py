@@ -204,7 +204,7 @@ def of_module(node: fx.Node, module: nn.Module, training: bool | None = None) ->
         pairs = bool(getattr(module, "return_indices", False))
         states = frozenset({module}) if kind in _NORM_MODULES else frozenset()
         if kind in _NORM_MODULES and module.momentum is None:
-            return Known(Kind.FRESH, word=word, states=states)  # its factor depends on the number of calls
+            return Known(Kind.FRESH, word=word, states=states)  # its factor changes from call to call
         if getattr(module, "inplace", False):
             return Known(Kind.IN_PLACE, True, word, writes=node.args[0])
         return Known(Kind.FRESH, not pairs, word, states=states, returns_tuple=pairs)

@@ -673,6 +673,52 @@ def test_attributes_of_layers_in_a_chain_are_conditions(count: list[str]) -> Non
     assert model.__dict__[forwards.PLANS]._made == 3
 
 
+@needs_kernels
+def test_a_parameter_that_is_cast_needs_another_trace(ours: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale = (
+                nn.ConvTranspose3d(16, 8, 3, stride=2, padding=1),
+                nn.Parameter(torch.ones(8, 1, 1, 1)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x) * self.scale
+
+    model = tconv3d.accelerate(block(Scaled).to(ours))
+    x = torch.randn(2, 16, 3, 4, 5, device=ours)
+    with torch.no_grad():
+        assert model(x).dtype == torch.float32
+        model.scale.data = model.scale.data.double()
+        assert model(x).dtype == torch.float64
+
+
+def test_parameters_that_are_new_in_every_call_are_not_traced_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+    monkeypatch.setattr(forwards, "MOST_STATES", 3)
+    monkeypatch.setattr(FusedTail, "_kind", lambda self, input, extra: found.append(input) or "not here")
+    model = tconv3d.accelerate(block().eval())
+    kept = []
+    for _ in range(5):
+        kept.append({name: value * 1 for name, value in model.named_parameters()})
+        torch.func.functional_call(model, kept[-1], (X,))
+    assert len(found) == 3
+
+
+def test_sizes_are_read_where_they_are_written(count: list[str]) -> None:
+    def forward(self: Odd, x: Tensor) -> Any:
+        sizes = x.shape
+        y = torch.relu(self.up(x))
+        x.unsqueeze_(0)
+        return y * sizes[0], x.shape
+
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    torch.testing.assert_close(model(X.clone()), plain(X.clone()))
+    assert count == ["conv -> relu"]
+
+
 def test_many_sizes_are_not_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
