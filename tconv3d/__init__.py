@@ -1,7 +1,6 @@
 """tconv3d: transposed 3D convolution on CUDA kernels of its own, a drop-in for PyTorch's."""
 
 import importlib
-import sys
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dRe
 from .api.precompile import Precompiled, load_precompiled, precompile
 from .api.tune import Tuned, tune
 from .runtime import launcher
-from .torch_ops import subclasses
+from .torch_ops import flops, subclasses
 from .torch_ops.backend import current_backend, use_backend
 from .torch_ops.choosing import measure_offers
 from .torch_ops.decompositions import decompositions
@@ -70,8 +69,7 @@ subclasses.when_imported("torch.distributed.tensor", lambda: importlib.import_mo
 
 # Inductor calls this library's pass from the first compiled call of an operator on.
 subclasses.when_imported("torch._inductor.config", compiling.install_pass)
-if "torch._dynamo" in sys.modules:  # else the package's entry point registers the backend
-    compiling.register_backend()
+flops.when_imported("torch._dynamo.backends.registry", compiling.register_backend)
 
 if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

@@ -99,7 +99,9 @@ def _call(chain: Chain, autocast: torch.dtype | None) -> tuple[ChainCall, tuple[
         text = programs.write(chain.tail(), kinds, steady, written, autocast)
     except programs.CannotWrite as why:
         raise NotFused(str(why)) from why
-    slots = _examined(text, [input, weight, bias], convolution, chain.passed)
+    graph = chain.convolution.graph
+    recording = torch.is_grad_enabled() or any(node.target is torch._C._set_grad_enabled for node in graph.nodes)
+    slots = _examined(text, [input, weight, bias], convolution, chain.passed, recording)
     return ChainCall(text, convolution, slots), (input, weight, bias, *chain.passed)
 
 
@@ -155,7 +157,11 @@ def _updates(node: fx.Node) -> bool:
 
 
 def _examined(
-    text: str, operands: Sequence[fx.Node | None], convolution: Convolution, passed: Sequence[fx.Node]
+    text: str,
+    operands: Sequence[fx.Node | None],
+    convolution: Convolution,
+    passed: Sequence[fx.Node],
+    recording: bool,
 ) -> int:
     """Returns how many sums a call saves for its gradients; raises `NotFused` if the tail cannot run in passes.
 
@@ -178,7 +184,8 @@ def _examined(
         if any(isinstance(v := node.meta.get("val"), Tensor) and 2 * v.numel() >= x.numel() for node in left):
             raise NotFused(f"PyTorch computes {', '.join(kind.prepared.stages.rounds.left_names)}")
         tensors = [_example(node) for node in passed if isinstance(_example(node), Tensor)]
-        if not any(isinstance(each, Tensor) and each.requires_grad for each in (*examples, *tensors)):
+        wanted = any(isinstance(each, Tensor) and each.requires_grad for each in (*examples, *tensors))
+        if not wanted or not recording:
             return 0
         with torch.enable_grad():
             passes = kind.recorded_for(tuple(each.requires_grad for each in tensors))
@@ -276,10 +283,13 @@ def _why_not_inductor(examples: Sequence[Any]) -> str | None:
     return None
 
 
-def register_backend() -> None:
-    """Makes the name "tconv3d" known to `torch.compile`, as the package's entry point does where it is installed."""
-    if BACKEND not in torch._dynamo.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(backend, name=BACKEND)
+def register_backend(registry: Any) -> None:
+    """Makes the name "tconv3d" known to `torch.compile`; `registry` is PyTorch's module of backends.
+
+    The package's entry point does so too, in processes that have not imported this package.
+    """
+    registry._BACKENDS.pop(BACKEND, None)
+    registry.register_backend(backend, name=BACKEND)
 
 
 class FusingPass:

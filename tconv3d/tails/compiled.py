@@ -9,9 +9,10 @@ write to their arguments have no derivatives. This module knows tensors and oper
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..torch_ops import ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.casting import cast_operand
 from ..torch_ops.checks import Convolution
-from ..torch_ops.dispatch import device_type, is_plain
+from ..torch_ops.dispatch import as_if_called_first, device_type, is_plain
 from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.registration import register
 from .kinds import Kind, Kinds
@@ -30,6 +31,14 @@ from .programs import MOST_PROGRAMS, Program, read
 from .recording import Differentiable
 
 Numbers = Sequence[int]
+
+
+log = logging.getLogger("tconv3d.compile")
+
+
+@lru_cache(MOST_PROGRAMS)
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 @lru_cache(MOST_PROGRAMS)
@@ -77,15 +86,19 @@ class _Call:
         """The tensors that the tail has written to."""
         return [self.tensors[index] for index in self.written]
 
+    @cached_property
     def kind(self) -> Kind | None:
-        """Returns what the call runs, or None if PyTorch must run it."""
+        """What the call runs, or None if PyTorch must run it."""
         given = [self.input, self.weight, *self.tensors, *([] if self.bias is None else [self.bias])]
         if ops.why_not_ours(self.input) is not None or self.input.numel() == 0 or not all(map(is_plain, given)):
             return None
-        with under_autocast(self.program, device_type(self.input)):
+        with as_if_called_first(), under_autocast(self.program, device_type(self.input)):
             operands = self.input, self.weight, self.bias, self.convolution
             found = kinds_of(self.text).find(*operands, self.extra)
-        return None if isinstance(found, str) else found
+        if isinstance(found, str):
+            _warn_once(f"a chain of a compiled graph runs unfused: {found}")
+            return None
+        return found
 
     def unfused(self, z: Tensor | None = None) -> Tensor:
         """Computes convolution and tail one after the other."""
@@ -101,11 +114,14 @@ class _Call:
 
     def recorded(self, needed: Sequence[bool]) -> Differentiable | None:
         """Returns the passes of a call that records gradients, or None if PyTorch must run the tail."""
-        kind = self.kind()
-        if kind is None:
+        if self.kind is None:
             return None
-        passes = kind.recorded_for(tuple(needed))
-        return passes if passes.possible and not passes.part.rest else None
+        with as_if_called_first():
+            passes = self.kind.recorded_for(tuple(needed))
+        if passes.possible and not passes.part.rest:
+            return passes
+        _warn_once("a chain of a compiled graph runs unfused: PyTorch computes a part of its gradients")
+        return None
 
 
 def _run(
@@ -118,8 +134,7 @@ def _run(
     convolution: Convolution,
 ) -> list[Tensor]:
     call = _Call(input, weight, bias, tensors, numbers, text, convolution)
-    kind = call.kind()
-    result = None
+    kind, result = call.kind, None
     if kind is not None:
         with contextlib.suppress(Refused):  # the planner leaves this layer to PyTorch's operator
             result = kind.prepared.run(input, weight, bias, convolution, call.extra, (weight, bias))
@@ -145,7 +160,7 @@ def _run_recorded(
         with contextlib.suppress(Refused):
             boundary, (z, *reduced) = passes.run(input, weight, bias, convolution, call.tensors)
             result = passes.finish(boundary, call.tensors)
-            return [_own(result, call.kind(), call, z), *call.news, z, _packed(reduced, z, slots)]
+            return [_own(result, call.kind, call, z), *call.news, z, _packed(reduced, z, slots)]
     z = call.plain()
     return [_own(call.unfused(z.clone()), None, call, z), *call.news, z, _packed([], z, slots)]
 
@@ -212,7 +227,7 @@ def _run_grad(
         left = iter(leaves[1:])
         call.tensors = [next(left) if need else each for each, need in zip(call.tensors, needed, strict=True)]
         call.extra = call.program.arguments(call.tensors, list(numbers))
-        with torch.enable_grad():
+        with as_if_called_first(), torch.enable_grad():
             result = call.unfused(leaves[0].view_as(leaves[0]))
             found = torch.autograd.grad(result, leaves, grad, allow_unused=True)
     taken = [grad, z, rows, input, weight, *call.tensors]

@@ -189,26 +189,53 @@ def trace(
     except Exception as error:  # a user's function may raise anything
         raise CannotTrace(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     graph = traced.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    assert len(placeholders) == 1 + len(extra)
-    allowed = {node for place, node in enumerate(placeholders[1:]) if place in written}
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or not writes(node):
-            continue
-        if node.args[0].op == "get_attr" or node.args[0] in allowed:
-            continue  # writes to running statistics are part of the tail
-        if node.target is aten.as_strided_.default and node.meta["val"].shape == node.args[0].meta["val"].shape:
-            node.replace_all_uses_with(node.args[0])  # an adaptive pool gives its result the layout of its operand
-            graph.erase_node(node)
-            continue
-        if node.target is not aten.copy_.default or node.args[0] is not placeholders[0]:
-            raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
-        node.replace_all_uses_with(node.args[1])  # nobody else sees the convolution's result that is written
-        graph.erase_node(node)
+    z, *passed = [node for node in graph.nodes if node.op == "placeholder"]
+    assert len(passed) == len(extra)
+    _settle_writes(graph, z, {node for place, node in enumerate(passed) if place in written})
     graph.eliminate_dead_code()
     traced.recompile()
     traced.meta[SWITCHES_GRADIENTS] = switches.seen
     return traced
+
+
+def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
+    """Leaves only writes to captured tensors and to `allowed` ones in a graph; raises `CannotTrace` for others.
+
+    Nobody else sees the convolution's result, nor tensors that the tail has made.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not writes(node):
+            continue
+        base = node.args[0]
+        while base.op == "call_function" and base.target in (aten.alias.default, aten.detach.default):
+            base = base.args[0]
+        if base.op == "get_attr" or base in allowed:  # running statistics
+            node.args = (base, *node.args[1:])
+            continue
+        value = base
+        if node.target is aten.as_strided_.default and node.meta["val"].shape == base.meta["val"].shape:
+            pass  # an adaptive pool gives its result the layout of its operand
+        elif node.target is aten.copy_.default and (base is z or _is_new(base)) and _alike(base, node.args[1]):
+            value = node.args[1]
+        else:
+            raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
+        node.replace_all_uses_with(value)
+        base.replace_all_uses_with(value, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+        graph.erase_node(node)
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Tells whether an operator returns a tensor in memory of its own."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)
+
+
+def _alike(one: fx.Node, other: Any) -> bool:
+    if not isinstance(other, fx.Node):
+        return False
+    first, second = one.meta["val"], other.meta["val"]
+    return bool(first.shape == second.shape and first.dtype is second.dtype)
 
 
 def copied(traced: fx.GraphModule) -> fx.GraphModule:
