@@ -23,7 +23,7 @@ from ..tails.chains import Chain
 from ..torch_ops.backend import current_backend
 from . import plain, reading
 from .conditions import Conditions, is_constant
-from .fuse import FusedTail
+from .fuse import FusedTail, state_of
 from .modules import ConvTranspose3d, convolve_relu_group_norm
 from .plain import BASE, Layers
 from .python_code import CannotRead
@@ -32,6 +32,7 @@ from .reading import TENSOR
 MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
 MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
 MOST_SIZES = 1024  # input sizes that are remembered
+MOST_STATES = 64  # times that a chain gets other parameters or modes, after which it stays unfused for new ones
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()
 _DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
@@ -47,6 +48,7 @@ class FusedChain(FusedTail):
         self.words = chain.words
         self._parts, self._attributes = tuple(dict.fromkeys(parts.values())), attributes
         self._sizes: set[torch.Size] = set()
+        self._states: set[Any] = set()
         self._has_kernels = True
         self._norm, self._rest = None, None
         found = _triple(chain, read.modules, layer)
@@ -73,6 +75,10 @@ class FusedChain(FusedTail):
 
         That is for inference: a checkpoint must record the same when a call is repeated.
         """
+        if self._state() not in self._states:
+            if len(self._states) >= MOST_STATES:
+                return "tensors of the tail are new in every call"
+            self._states.add(self._state())
         if input.shape not in self._sizes and not torch.is_grad_enabled():
             if len(self._sizes) >= MOST_SIZES:
                 self._sizes.clear()
@@ -82,13 +88,10 @@ class FusedChain(FusedTail):
         return super()._kind(input, extra)
 
     def _state(self) -> Any:
-        state: list[Any] = []
-        for part in self._parts:
-            own = part.__dict__
-            state.append(own["training"])
-            state.extend(map(id, own["_parameters"].values()))
-            state.extend(map(id, own["_buffers"].values()))
-        state.extend(id(place.get(name)) for place, name in self._attributes)
+        state: list[Any] = [state_of(part) for part in self._parts]
+        for place, name in self._attributes:
+            tensor = place[name]
+            state.append((id(tensor), tensor.dtype, tensor.shape))
         return tuple(state)
 
     def _unfused(self, input: Tensor, *extra: Any) -> Any:

@@ -25,6 +25,7 @@ from ..torch_ops.casting import cast_operands
 from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.dispatch import recording
+from .conditions import is_constant
 from .functional import conv_transpose3d
 from .modules import ConvTranspose3d, arguments
 
@@ -170,10 +171,19 @@ class FusedTail(nn.Module):
     def _state(self) -> Any:
         """Returns what a trace depends on besides the arguments: modes and parameters of the tail's modules."""
         modules = self.tail.modules() if isinstance(self.tail, nn.Module) else ()
-        return tuple(
-            (module.training, *map(id, module._parameters.values()), *map(id, module._buffers.values()))
-            for module in modules
-        )
+        return tuple((state_of(module), constants_of(module)) for module in modules)
+
+
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the mode of a module and which tensors it has, with their types and shapes."""
+    own = module.__dict__
+    tensors = (*own["_parameters"].values(), *own["_buffers"].values())
+    return own["training"], *((id(each), each.dtype, each.shape) if each is not None else None for each in tensors)
+
+
+def constants_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the settings of a module, such as the slope of an activation."""
+    return tuple(value for name, value in module.__dict__.items() if name[0] != "_" and is_constant(value))
 
 
 def _example(value: Any, device: torch.device) -> Any:

@@ -33,7 +33,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Files of PyTorch whose functions hand a symbol on and do nothing else.
 _HANDED_ON = tuple(_TORCH + name for name in ("nn" + os.sep + "functional.py", "functional.py", "fx" + os.sep))
-_JIT = _TORCH + "_jit_internal.py"  # of which only `is_scripting` and the choice between two functions are known
+_JIT = _TORCH + "_jit_internal.py"  # only two functions of this file are known, see `_is_handed_on`
 _ENUM = (enum.__file__, types.__file__)
 _TRUSTED = ("torch", "math", "operator", "typing", "collections", "itertools", "builtins", "enum", "__future__")
 _ALLOWED = frozenset(
@@ -259,13 +259,18 @@ def _check_identity(code: types.CodeType, before: Sequence[dis.Instruction], nam
     while rest and rest[-1].opname in _ATTRIBUTE:
         rest.pop()
         attributes += 1
-    loaded = rest[-1] if rest else None
+    loaded = _names(rest[-1])[-1] if rest and rest[-1].opname.startswith("LOAD_FAST") else None
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    stored = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_FAST"}
-    if loaded is None or loaded.opname != "LOAD_FAST" or loaded.argval not in arguments or loaded.argval in stored:
+    stored = {name for each in dis.get_instructions(code) if "STORE_FAST" in each.opname for name in _names(each)}
+    if loaded not in arguments or loaded in stored:
         raise CannotRead("it compares a result with None")
-    if attributes and loaded.argval != arguments[0]:
+    if attributes and loaded != arguments[0]:
         raise CannotRead("it compares an attribute of an argument with None")
+
+
+def _names(instruction: dis.Instruction) -> tuple[str, ...]:
+    """Returns the variables of an instruction; newer versions of Python have instructions with two."""
+    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
 
 def _has_constants(value: Any) -> bool:

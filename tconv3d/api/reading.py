@@ -14,6 +14,7 @@ and not the user's own code, random numbers and flags of Python. This module kno
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,13 +100,32 @@ class _Symbol(Proxy):
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if not callable(getattr(Tensor, name)):  # read now: an operator in place may change it
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return _SymbolAttribute(self, name)
+
+    def __str__(self) -> str:
+        reader: Any = self.tracer
+        if reader.watch.is_users(sys._getframe(1)):
+            raise CannotRead("it makes text of a tensor or its sizes")
+        return super().__repr__()
+
+    __repr__ = __str__
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("tracer", "node"):
             object.__setattr__(self, name, value)
         else:
             raise CannotRead(f"it sets the attribute {name} of a tensor")
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[_Symbol, Any], Any]:
+    """Returns the method of a symbol for an operator such as `+=`, which writes to a tensor."""
+    return lambda symbol, other: symbol.tracer.create_proxy("call_function", function, (symbol, other), {})
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():  # noqa: SIM905
+    setattr(_Symbol, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
 
 
 class _SymbolAttribute(Attribute):

@@ -256,7 +256,15 @@ class _Search:
 
     def _why_seen(self, convolution: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
         """Returns why somebody could see that the chain runs where its end is, or None if nobody can."""
-        stateful = {state for node in inside for state in self.known[node].states}
+        states = [state for node in inside for state in self.known[node].states]
+        stateful = set(states)
+        if len(stateful) < len(states):
+            return "a norm is called twice"
+        paths = tuple(f"{node.target}." for node in inside if node.op == "call_module" and self.known[node].states)
+        for node in (*inside, *self.nodes[self.order[convolution] + 1 : self.order[end]]):
+            attributes = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+            if any(attribute.startswith(paths) for attribute in attributes):
+                return f"{node.name} reads a tensor of a norm in the chain"
         first, last = self.order[convolution], self.order[end]
         for node in self.nodes[first + 1 : last]:
             if node in inside:
@@ -283,7 +291,9 @@ class _Search:
         found = self._bases.get(node)
         if found is None:
             inputs = () if self.known[node].kind is Kind.FRESH else node.all_input_nodes
-            found = frozenset({node}) if not inputs else frozenset().union(*map(self._bases_of, inputs))
+            # What is unknown may also return a tensor that it keeps.
+            own = frozenset({node} if not inputs or self.known[node].kind is Kind.UNKNOWN else ())
+            found = own.union(*map(self._bases_of, inputs))
             self._bases[node] = found
         return found
 

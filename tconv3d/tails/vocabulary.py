@@ -203,8 +203,8 @@ def of_module(node: fx.Node, module: nn.Module, training: bool | None = None) ->
     if kind in _HELD_MODULES:
         pairs = bool(getattr(module, "return_indices", False))
         states = frozenset({module}) if kind in _NORM_MODULES else frozenset()
-        if kind in _NORM_MODULES and module.momentum is None:
-            return Known(Kind.FRESH, word=word, states=states)  # its factor depends on the number of calls
+        if kind in _NORM_MODULES and module.momentum is None:  # a number in a tensor then says how calls are averaged
+            return Known(Kind.FRESH, word=word, states=states)
         if getattr(module, "inplace", False):
             return Known(Kind.IN_PLACE, True, word, writes=node.args[0])
         return Known(Kind.FRESH, not pairs, word, states=states, returns_tuple=pairs)

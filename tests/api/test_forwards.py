@@ -536,6 +536,10 @@ def of_its_class(self: Odd, x: Tensor) -> Tensor:
     return torch.relu(self.up(x)) if self.__class__.dump_patches else self.up(x)
 
 
+def text_of_sizes(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) * len(f"{x.shape[0]}")
+
+
 @torch.no_grad()
 def decorated(self: Odd, x: Tensor) -> Tensor:
     return torch.relu(self.up(x))
@@ -561,6 +565,7 @@ NOT_READ: dict[Any, str] = {
     by_autocast: "is_autocast_enabled",
     checkpointed: "checkpoint",
     importing: "imports",
+    text_of_sizes: "makes text",
     reading_what_a_module_wrote: "reads written of a module that it has called",
     of_its_class: "__class__",
     decorated: "plain method",
@@ -671,6 +676,84 @@ def test_attributes_of_layers_in_a_chain_are_conditions(count: list[str]) -> Non
     model.norm.eps = 1.0
     model(X)
     assert model.__dict__[forwards.PLANS]._made == 3
+
+
+@needs_kernels
+def test_a_parameter_that_is_cast_needs_another_trace(ours: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale = (
+                nn.ConvTranspose3d(16, 8, 3, stride=2, padding=1),
+                nn.Parameter(torch.ones(8, 1, 1, 1)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x) * self.scale
+
+    model = tconv3d.accelerate(block(Scaled).to(ours))
+    x = torch.randn(2, 16, 3, 4, 5, device=ours)
+    with torch.no_grad():
+        assert model(x).dtype == torch.float32
+        model.scale.data = model.scale.data.double()
+        assert model(x).dtype == torch.float64
+
+
+def test_parameters_that_are_new_in_every_call_are_not_traced_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+    monkeypatch.setattr(forwards, "MOST_STATES", 3)
+    monkeypatch.setattr(FusedTail, "_kind", lambda self, input, extra: found.append(input) or "not here")
+    model = tconv3d.accelerate(block().eval())
+    kept = []
+    for _ in range(5):
+        kept.append({name: value * 1 for name, value in model.named_parameters()})
+        torch.func.functional_call(model, kept[-1], (X,))
+    assert len(found) == 3
+
+
+def test_sizes_are_read_where_they_are_written(count: list[str]) -> None:
+    def forward(self: Odd, x: Tensor) -> Any:
+        sizes = x.shape
+        y = torch.relu(self.up(x))
+        x.unsqueeze_(0)
+        return y * sizes[0], x.shape
+
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    torch.testing.assert_close(model(X.clone()), plain(X.clone()))
+    assert count == ["conv -> relu"]
+
+
+def reading_statistics(self: Odd, x: Tensor) -> Tensor:
+    return self.norm(self.up(x)) * self.norm.running_mean.clone().view(1, 4, 1, 1, 1)
+
+
+def reading_statistics_at_once(self: Odd, x: Tensor) -> Tensor:
+    return self.norm(self.up(x)) * self.norm.running_mean.view(1, 4, 1, 1, 1)
+
+
+@pytest.mark.parametrize("forward", [reading_statistics, reading_statistics_at_once])
+def test_statistics_that_a_forward_reads_are_updated_before(forward: Any, count: list[str]) -> None:
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    torch.testing.assert_close(model(X), plain(X))
+    assert count == ["conv -> batch_norm"]
+
+
+def test_operators_in_place(count: list[str]) -> None:
+    """`x += 1` writes to a tensor that the caller has, and that another name stands for."""
+
+    def forward(self: Odd, x: Tensor, y: Tensor) -> Any:
+        other = y
+        y += 1
+        y *= 2
+        z = torch.relu(self.up(x))
+        z -= 3
+        return z + other
+
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    mine, theirs = SKIP.clone(), SKIP.clone()
+    torch.testing.assert_close(model(X, mine), plain(X, theirs))
+    assert torch.equal(mine, theirs) and count == ["conv -> relu -> sub -> add"]
 
 
 def test_many_sizes_are_not_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,11 @@ def test_a_norm_that_is_called_in_between_too_ends_the_chain() -> None:
     assert [chain.words for chain in result.chains] == ["conv -> batch_norm"]
 
 
+def test_a_norm_is_called_once_in_a_chain() -> None:
+    result = found(lambda m, x: m.norm(torch.tanh(m.norm(m.up(x)))))
+    assert [chain.words for chain in result.chains] == ["conv -> batch_norm -> tanh"]
+
+
 def test_unknown_functions_in_between_end_the_chain() -> None:
     def helper(x: Tensor) -> Tensor:
         return x
