@@ -57,8 +57,8 @@ TWINS = (
     Twin(
         "depthwise_tiles",
         "depthwise_tiles",
-        "const bool inside = static_cast<unsigned>(h)",
-        "const bool inside = h > 0 && static_cast<unsigned>(h)",
+        "const bool inside = exists && static_cast",
+        "const bool inside = exists && first_h + row > 0 && static_cast",
         Case(DEPTHWISE, favoured="depthwise_tiles", wanted=("input",)),
     ),
     Twin(

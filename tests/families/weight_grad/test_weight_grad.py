@@ -349,7 +349,6 @@ def test_what_it_refuses_and_why() -> None:
     assert weight_grad_planner.why_not(taken, A100) is None
     for refused, device, reason in (
         (replace(taken, which=Pass.FORWARD), H200, "pass"),
-        (replace(taken, tf32=False), H200, "TF32"),
         (replace(taken, dtype="float64"), H200, "float64"),
         (taken, replace(A100, capability=(7, 5)), "8.0"),
         (problem(Layer(4, 1, (4, 4, 4), T3)), H200, "channels"),
