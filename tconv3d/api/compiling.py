@@ -53,8 +53,9 @@ def fuse_chains(graph: fx.Graph, all_convolutions: bool) -> list[str]:
     Convolutions of this library begin a chain; with `all_convolutions` those of PyTorch do so too.
     """
     taken = (OURS, *PYTORCHS) if all_convolutions else (OURS,)
+    said = [each for part in _inner_graphs(graph) for each in fuse_chains(part, all_convolutions)]
     if not any(node.target in taken for node in graph.nodes if node.op == "call_function"):
-        return []
+        return said
 
     def is_convolution(node: fx.Node) -> bool:
         return node.op == "call_function" and node.target in taken and _is_volume(node)
@@ -62,7 +63,7 @@ def fuse_chains(graph: fx.Graph, all_convolutions: bool) -> list[str]:
     _make_numbers_constant(graph)
     casting = _autocast_of(graph)
     found = find(graph, is_convolution, memory=memory_of_example)
-    said: list[str] = []
+    new: list[str] = []
     calls: dict[Chain, tuple[ChainCall, tuple[Any, ...]]] = {}
     for chain in found.chains:
         reasons: list[str] = []
@@ -73,15 +74,25 @@ def fuse_chains(graph: fx.Graph, all_convolutions: bool) -> list[str]:
                 reasons.append(str(why))
             else:
                 shorter = "" if part is chain else f" as far as {part.words} ({reasons[0]})"
-                said.append(f"{chain.words}: fused{shorter}")
+                new.append(f"{chain.words}: fused{shorter}")
                 break
         else:
-            said.append(f"{chain.words}: not fused, {reasons[0]}")
-    said += [f"{node.name}: not fused, {why}" for node, why in found.alone.items()]
+            new.append(f"{chain.words}: not fused, {reasons[0]}")
+    new += [f"{node.name}: not fused, {why}" for node, why in found.alone.items()]
     replace(graph, list(calls), calls.__getitem__)
-    for each in said:
+    for each in new:
         log.info(each)
-    return said
+    if graph.owning_module is not None:
+        graph.owning_module.recompile()
+    return [*said, *new]
+
+
+def _inner_graphs(graph: fx.Graph) -> list[fx.Graph]:
+    """Returns the graphs that nodes of a graph run, such as the body of a checkpoint."""
+    module = graph.owning_module
+    names = {str(node.target) for node in graph.nodes if node.op == "get_attr"} if module is not None else set()
+    parts = [getattr(module, name, None) for name in sorted(names)]
+    return [part.graph for part in parts if isinstance(part, fx.GraphModule)]
 
 
 # ---- one chain
@@ -288,8 +299,8 @@ def register_backend(registry: Any) -> None:
 
     The package's entry point does so too, in processes that have not imported this package.
     """
-    registry._BACKENDS.pop(BACKEND, None)
-    registry.register_backend(backend, name=BACKEND)
+    if BACKEND not in registry._BACKENDS and BACKEND not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=BACKEND)
 
 
 class FusingPass:

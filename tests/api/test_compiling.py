@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from places import ROOT
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import checkpoint
 
 import tconv3d
 from tconv3d.api import compiling
@@ -228,6 +230,22 @@ def test_a_compiled_chain_runs_unfused_where_the_kernels_do_not_run() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
 
 
+def test_a_chain_inside_a_checkpoint(said: Callable[[], list[str]]) -> None:
+    """The body of a checkpoint is a graph of its own, which runs again in the backward pass."""
+    model = nn.Sequential(nn.ConvTranspose3d(4, 8, 2, stride=2), nn.GroupNorm(2, 8), nn.SiLU())
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False).sin()
+
+    x = operands()[0]
+    plain = copy.deepcopy(model)
+    with tconv3d.use_backend("emulator"):
+        ours = step(compiled(run), model, (x,))
+    for one, other in zip(ours, step(lambda given: plain(given).sin(), plain, (x,)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+    assert said() == ["conv -> group_norm -> silu: fused"]
+
+
 def test_what_is_not_fused_says_why(said: Callable[[], list[str]]) -> None:
     layer = nn.ConvTranspose3d(4, 8, 2, stride=2)
     one = torch.randn(8, 4, 6, 8)  # a residual for all batch items
@@ -283,3 +301,5 @@ def test_the_entry_point_is_the_packages() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '[project.entry-points.torch_dynamo_backends]\ntconv3d = "tconv3d.api.compiling:backend"\n' in text
     assert "tconv3d" in torch._dynamo.list_backends()
+    registry = SimpleNamespace(_BACKENDS={"tconv3d": object()}, _COMPILER_FNS={}, register_backend=None)
+    compiling.register_backend(registry)  # PyTorch loads the entry point, and registers what it names
