@@ -159,6 +159,7 @@ class Explored:
             return found in ups and len(node.args) == 1 and not node.kwargs
 
         self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
+        # Chains for reports: those of layers that run the forwards of their classes.
         self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
 
     def convolution(self, node: fx.Node) -> nn.ConvTranspose3d:
@@ -249,9 +250,9 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
         return Plan(error.conditions)
     read, conditions = explored.read, explored.read.conditions
     _watch_modules(explored)
-    layers = {chain: Layers(explored.touched(chain)) for chain in explored.chains}
-    fused = [chain for chain in explored.chains if layers[chain].are_plain()]
-    others = [layers[chain] for chain in explored.chains if chain not in fused]
+    layers = {chain: Layers(explored.touched(chain)) for chain in explored.found.chains}
+    fused = [chain for chain in layers if layers[chain].are_plain()]
+    others = [layers[chain] for chain in layers if chain not in fused]
     if not fused:
         return Plan(conditions, None, (), others)
 
@@ -284,7 +285,7 @@ def _watch_modules(explored: Explored) -> None:
                 conditions.same(own, name, own[name])
         if "p" in own:
             conditions.same(own, "training", own["training"])
-    nodes = [node for chain in explored.chains for node in chain.nodes if node.op == "call_module"]
+    nodes = [node for chain in explored.found.chains for node in chain.nodes if node.op == "call_module"]
     for part in {read.modules[str(node.target)] for node in nodes}:
         for name, value in part.__dict__.items():
             if not name.startswith("_") and name != "training" and not isinstance(value, Tensor):

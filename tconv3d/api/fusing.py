@@ -131,7 +131,7 @@ def _why_not(module: nn.Module) -> str | None:
     function = written_forward(kind)
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
         return "it is no plain method"
-    if plain.as_defined(kind, "forward") is None:
+    if function is nn.Sequential.forward and plain.forward_is_replaced(nn.Sequential):
         return "it has been replaced on the class"
     if function is not nn.Sequential.forward and not Signature(function).fits:
         return "it takes any number of arguments"

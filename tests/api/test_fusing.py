@@ -15,6 +15,13 @@ import tconv3d
 from tconv3d.api import forwards, fusing
 
 
+@pytest.fixture(autouse=True, params=["on the CPU", "where kernels run"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences run their triples layer by layer on the CPU, and by a plan of the whole sequence elsewhere."""
+    if request.param == "where kernels run":
+        monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
+
+
 def sequence() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
