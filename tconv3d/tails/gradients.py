@@ -123,16 +123,18 @@ def _differentiated(
                 values[place] = leaf
             env = _evaluated(forward, values)
             asked = [leaf for leaf, need in zip(leaves[1:], needed, strict=True) if need]
-            found = torch.autograd.grad(
-                [env[node.name] for node in results], [leaves[0], *wanted, *asked], grads, allow_unused=True
-            )
+            outputs = [env[node.name] for node in results]
+            wide = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
+            found = torch.autograd.grad(outputs, [leaves[0], *wanted, *asked], wide, allow_unused=True)
             return list(found), [env[name] for name in names]
 
-    likes = [meta(placeholders[place]) for place in places] + [meta(node) for node in results]
+    likes = [(meta(placeholders[place]), meta(placeholders[place]).dtype) for place in places]
+    likes += [(meta(node), _type_of_gradient(node, placeholders[0])) for node in results]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             examples = [
-                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device) for like in likes
+                torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+                for like, dtype in likes
             ]
         with without_logging(), nothing_written() as mode:
             graph = make_fx(
@@ -152,6 +154,16 @@ def _differentiated(
         for name, value in zip(names, values, strict=True)
     }
     return graph, again
+
+
+def _type_of_gradient(result: fx.Node, z: fx.Node) -> torch.dtype:
+    """Returns the type in which passes read the gradient of a result.
+
+    Passes over z read whole tensors of z's type. The gradient of z is rounded to bfloat16 in any case, which has the
+    range of float32, so the gradient of a float32 result may be rounded before; to float16 it could overflow.
+    """
+    narrow = meta(z).dtype is torch.bfloat16 and meta(result).dtype is torch.float32
+    return torch.bfloat16 if narrow and shape_of(result) == shape_of(z) else meta(result).dtype
 
 
 def _evaluated(graph: fx.GraphModule, values: Sequence[Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class Differentiable:
             env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
         env[g.value] = z
         for node, grad in zip(g.grads, grads, strict=True):
+            grad = grad.to(node.meta["val"].dtype)
             env[node] = with_strides_of(z, grad) if grad.shape == z.shape else grad
         with below_autocast(z):
             compute(g.constants, env)

@@ -110,3 +110,28 @@ def test_autocast_of_a_gpu_is_traced_with_its_own_rules() -> None:
         torch.set_autocast_dtype("cuda", usual[1])
     result = next(node for node in graph.nodes if node.op == "output").args[0]
     assert result.meta["val"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tail_in_float32_behind_a_convolution_in_16_bits(dtype: torch.dtype) -> None:
+    """Autocast runs norms so on a GPU. A gradient in float32 is rounded to bfloat16, but not to float16."""
+    norm = nn.GroupNorm(2, C)
+    model = fused(lambda z: F.silu(norm(z.float())))
+    model.convolution.to(dtype)
+    x = operand(dtype, LAST).requires_grad_()
+    large = 1e5 if dtype == torch.float16 else 1.0  # more than float16 holds
+    exact = copy.deepcopy(norm).double()
+    layer = copy.deepcopy(model.convolution).double()
+    wide = x.detach().double().requires_grad_()
+    with tconv3d.use_backend("emulator"):
+        report, y = model.report(x), model(x)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    grad[0, 0, 0, 0, 0] = large
+    ours = torch.autograd.grad(y, [norm.weight, norm.bias, *([x] if large == 1 else [])], grad)
+    plain = F.silu(exact(F.conv_transpose3d(wide, layer.weight, layer.bias, 2, 1)))
+    wanted = torch.autograd.grad(plain, [exact.weight, exact.bias, *([wide] if large == 1 else [])], grad.double())
+    for one, other in zip((y, *ours), (plain, *wanted), strict=True):
+        assert (one.double() - other).norm() <= 1e-2 * other.norm()
+    if dtype == torch.bfloat16:
+        assert len([text for text in report.gradients if text.startswith("backward")]) == 2
+        assert not any("in PyTorch" in text for text in report.gradients)
