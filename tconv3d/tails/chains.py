@@ -284,6 +284,20 @@ class _Search:
             known_memory = written <= self.separate and (bases <= self.separate or not from_outside)
             if not known_memory or not written.isdisjoint(bases):
                 return f"{node.name} writes to a tensor between the convolution and {end.name}"
+        return self._why_written_later(end, inside)
+
+    def _why_written_later(self, end: fx.Node, inside: set[fx.Node]) -> str | None:
+        """Returns what writes to an operand of the chain after the chain, or None if nothing does.
+
+        Autograd saves operands of a fused chain that it would not save for a sum, for example.
+        """
+        tail = [node for node in inside if self.known[node].held]
+        sources = {each for node in tail for each in node.all_input_nodes if each not in inside}
+        bases = {base for each in sources for base in self._bases_of(each)}
+        for node in self.nodes[self.order[end] + 1 :] if bases else ():
+            written = self.known[node].writes
+            if written is not None and not self._bases_of(written).isdisjoint(bases):
+                return f"{node.name} writes later to a tensor that the chain reads"
         return None
 
     def _bases_of(self, node: fx.Node) -> frozenset[fx.Node]:

@@ -168,7 +168,8 @@ def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, forme
     for one in rounds.passes:
         overwrite = not keep and one is rounds.passes[-1]
         y = _run_pass(one, x, env, overwrite)
-        formed[one.node], env[one.node] = y, y.reshape(one.node.meta["val"].shape)
+        shape = one.node.meta["val"].shape
+        formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
 def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool) -> Tensor:

@@ -68,6 +68,7 @@ class Chain(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         passed = tensors[:count]
         results, saved = passes.run(input, weight, bias, convolution, passed)
+        results = tuple(_no_view(each) for each in results)
         ctx.save_for_backward(input, weight, bias, *passed, *saved)
         ctx.passes, ctx.captured, ctx.count = passes, tensors[count:], count
         ctx.call = input.shape, weight.shape, convolution, current_backend()
@@ -92,6 +93,14 @@ class Chain(torch.autograd.Function):
             return None, None, None, None, None, None, *of_passed, *of_captured
         own = gradients_of(dz, input, weight, ctx.needs_input_grad[3:6], *ctx.call)
         return None, None, None, *own, *of_passed, *of_captured
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the same memory that is no view: autograd lets nobody write to views of a `Function`."""
+    if not tensor._is_view():
+        return tensor
+    place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.new_empty(0).set_(*place)
 
 
 def _recorded_gradients(

@@ -136,6 +136,27 @@ def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
     assert plan.function is not None
 
 
+@needs_kernels
+def test_results_of_a_chain_may_be_written(ours: str) -> None:
+    """Dropout ends a chain; what follows it in place writes to the chain's result."""
+
+    class Written(Small):
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            y = F.dropout(F.leaky_relu(self.norm(self.up(x)) * self.scale + skip, 0.2), 1e-9, inplace=True)
+            return y.mul_(2)
+
+    torch.manual_seed(0)
+    model = Written().to(ours)
+    plain = copy.deepcopy(model)
+    tconv3d.accelerate(model)
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    found = []
+    for each in (model, plain):
+        y = each(x, skip)
+        found.append([y.detach(), *torch.autograd.grad(y.sigmoid().sum(), list(each.parameters()))])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+
+
 def in_forward_mode(model: nn.Module, x: Tensor, skip: Tensor) -> Any:
     with forward_ad.dual_level():
         return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)), skip)))

@@ -146,8 +146,12 @@ CUT: dict[str, tuple[Callable[..., Any], str]] = {
         "conv -> tanh",
     ),
     "an operand is written after it was read": (
-        lambda m, x, r: (lambda s: (lambda z, y: (z * y, s))(m.up(x) + s, s.mul_(2)))(r + 1),
-        "conv -> add",
+        lambda m, x, r: (lambda s: (lambda z, y: (z * y, s))(torch.tanh(m.up(x)) + s, s.mul_(2)))(r + 1),
+        "conv -> tanh",
+    ),
+    "an operand is written after the chain": (
+        lambda m, x, r: (lambda s: (lambda z, y: (z, y))(torch.tanh(m.up(x)) + s, s.mul_(2)))(r + 1),
+        "conv -> tanh",
     ),
     "an operand is written before it is read": (
         lambda m, x, r: (lambda s: (lambda z, y: (z * y, s))(m.up(x), s.mul_(2)))(r + 1),
