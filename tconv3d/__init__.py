@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .api import compiling
 from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .api.ahead import compile_ahead
 from .api.explain import explain
@@ -15,7 +16,7 @@ from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dRe
 from .api.precompile import Precompiled, load_precompiled, precompile
 from .api.tune import Tuned, tune
 from .runtime import launcher
-from .torch_ops import subclasses
+from .torch_ops import flops, subclasses
 from .torch_ops.backend import current_backend, use_backend
 from .torch_ops.choosing import measure_offers
 from .torch_ops.decompositions import decompositions
@@ -65,6 +66,10 @@ def __getattr__(name: str) -> Any:
 
 # The operators' rules for DTensors are loaded when a program that has imported DTensors first calls an operator.
 subclasses.when_imported("torch.distributed.tensor", lambda: importlib.import_module("tconv3d.distributed.rules"))
+
+# Inductor calls this library's pass from the first compiled call of an operator on.
+subclasses.when_imported("torch._inductor.config", compiling.install_pass)
+flops.when_imported("torch._dynamo.backends.registry", compiling.register_backend)
 
 if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

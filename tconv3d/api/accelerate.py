@@ -18,8 +18,9 @@ from torch.nn.utils import parametrize
 
 from ..torch_ops import checks, problems
 from ..torch_ops.backend import current_backend
-from . import fusing, gains, survey
+from . import fusing, gains, plain, survey
 from .explain import explain
+from .forwards import PLANS
 from .gains import Gain
 from .modules import ConvTranspose3d
 from .survey import Shape
@@ -29,6 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # `accelerate` sets this attribute on every swapped layer. Copies and pickles carry the attribute along, so `restore`
 # works on them too. Layers that were built as `tconv3d.ConvTranspose3d` lack it, and `restore` leaves them alone.
 _MARK = "_swapped_by_tconv3d"
+_UNREAD = "no forward that can be read calls it"
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ class LayerSwap:
     places: tuple[str, ...]  # names of the layer in the model; "" is the model itself
     layer: str
     swapped: bool
-    fused: bool  # whether the layer runs fused with the ReLU and the GroupNorm that follow it
+    fused: bool  # whether the layer runs fused with what follows it
     reason: str  # why the layer is not swapped; "" if it is
     input_shapes: tuple[Shape, ...]  # empty if no example input was given
     gain: Gain | None
     choices: tuple[str, ...] = ()  # who computes the passes for the largest input, and why (`Explanation.choices`)
+    chain: str = ""  # what runs fused, for example "conv -> batch_norm -> leaky_relu"; "" if nothing does
+    why_alone: str = ""  # why nothing that follows the layer is fused with it; "" if something is
 
     def __str__(self) -> str:
         where = ", ".join(name or "(the model itself)" for name in self.places)
@@ -50,7 +54,8 @@ class LayerSwap:
             return f"left     {where}: {self.layer}: {self.reason}"
         text = f"{'fused  ' if self.fused else 'swapped'}  {where}: {self.layer}"
         text = text if self.gain is None else f"{text}: predicted gain {self.gain}"
-        return "\n".join([text, *(f"           {choice}" for choice in self.choices)])
+        chain = self.chain or (f"not fused: {self.why_alone}" if self.why_alone else "")
+        return "\n".join([text, *(f"           {line}" for line in (chain, *self.choices) if line)])
 
 
 @dataclass(frozen=True)
@@ -79,25 +84,32 @@ class SwapReport:
 
 
 def accelerate(
-    model: Model, *, example_input: Any = None, report: Callable[[SwapReport], object] | None = None
+    model: Model,
+    *,
+    example_input: Any = None,
+    report: Callable[[SwapReport], object] | None = None,
+    fuse: bool = True,
 ) -> Model:
     """Swaps every `nn.ConvTranspose3d` of the model for this library's, in place, and returns the model.
 
-    ConvTranspose3d -> ReLU -> GroupNorm inside `nn.Sequential` become the fused block. `report` is called with a
-    `SwapReport` (`report=print` prints it). If an `example_input` is given (a tensor, a tuple of arguments or a
+    What follows a convolution in a `forward` or in `nn.Sequential` (norms, activations, arithmetic, reductions,
+    pools) is fused with it where the forward can be read; `fuse=False` turns that off. `report` is called with a
+    `SwapReport` (`report=print` prints it), which names every chain, or says why a convolution has none.
+
+    If an `example_input` is given (a tensor, a tuple of arguments or a
     dictionary of keyword arguments), the report predicts the gain of each layer and, for a model on a GPU, says who
     computes each pass: one of this library's kernels or PyTorch's operator. `restore` undoes all changes.
     """
     checks.check_model(model, "accelerate")
     checks.check_callable(report, "report", "accelerate")
-    found = plan_swaps(model, example_input=example_input)
+    fusable = fusing.find(model, _runs_here) if fuse else None
+    found = _planned(model, example_input, fusable)
     for layer in survey.transposed_convolutions(model):
         if why_left(layer) is None:
             layer.__class__ = rebased(type(layer), nn.ConvTranspose3d, ConvTranspose3d)
             setattr(layer, _MARK, True)
-    for sequence in list(model.modules()):
-        if isinstance(sequence, nn.Sequential):
-            fusing.fuse(sequence)
+    for module in [] if fusable is None else fusable.modules:
+        fusing.fuse(module)
     if report is not None:
         report(found)
     return model
@@ -114,18 +126,23 @@ def restore(model: Model) -> Model:
     for module in model.modules():
         if _MARK in module.__dict__:
             bases.append((module, ConvTranspose3d, nn.ConvTranspose3d))
-        elif isinstance(module, fusing.FusedSequential):
-            bases.append((module, fusing.FusedSequential, nn.Sequential))
+        elif (fused := fusing.fused_base(module)) is not None:
+            bases.append((module, *fused))
     classes = [rebased(type(module), ours, theirs) for module, ours, theirs in bases]
     for (module, *_), kind in zip(bases, classes, strict=True):
         module.__class__ = kind
         module.__dict__.pop(_MARK, None)
+        module.__dict__.pop(PLANS, None)
     return model
 
 
-def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
+def plan_swaps(model: nn.Module, *, example_input: Any = None, fuse: bool = True) -> SwapReport:
     """Returns what `accelerate` would do to the model, without changing it."""
     checks.check_model(model, "plan_swaps")
+    return _planned(model, example_input, fusing.find(model, _runs_here) if fuse else None)
+
+
+def _planned(model: nn.Module, example_input: Any, fusable: fusing.Fusable | None) -> SwapReport:
     shapes: dict[nn.Module, tuple[Shape, ...]] = {}
     note = ""
     if example_input is not None:
@@ -133,7 +150,8 @@ def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
             shapes = survey.input_shapes(model, example_input)
         except Exception as error:  # a user's model may raise anything when its tensors have no data
             note = f"no gain is predicted: the model does not run on fake tensors ({type(error).__name__}: {error})"
-    fused = _to_be_fused(model)
+    chains = {} if fusable is None else fusable.chains
+    reasons = {} if fusable is None else fusable.reasons
     layers = []
     for layer, places in survey.transposed_convolutions(model).items():
         reason = why_left(layer)
@@ -143,11 +161,13 @@ def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
                 places,
                 _name(layer),
                 swapped=reason is None,
-                fused=layer in fused,
+                fused=layer in chains,
                 reason=reason or "",
                 input_shapes=shapes.get(layer, ()),
                 gain=gain,
                 choices=() if reason is not None else _choices(layer, shapes.get(layer, ())),
+                chain=chains.get(layer, ""),
+                why_alone="" if layer in chains or not _runs_here(layer) else reasons.get(layer, _UNREAD),
             )
         )
     return SwapReport(tuple(layers), note)
@@ -167,7 +187,7 @@ def why_left(layer: nn.Module) -> str | None:
         return "it is tconv3d's already"
     if kind is not nn.ConvTranspose3d:
         return f"{kind.__name__} is a subclass of nn.ConvTranspose3d, and what it changes would be lost"
-    if fusing.forward_is_replaced(kind):
+    if plain.forward_is_replaced(kind):
         return "the forward of nn.ConvTranspose3d itself has been replaced, by another library perhaps"
     if "forward" in layer.__dict__:
         return "its forward has been replaced on the object, by a hook of another library perhaps"
@@ -200,10 +220,11 @@ def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -
     return type(kind.__name__.replace(old.__name__, new.__name__), bases, contents)
 
 
-def _to_be_fused(model: nn.Module) -> set[nn.Module]:
-    kinds = (nn.ConvTranspose3d, ConvTranspose3d)
-    found = (layer for sequence in model.modules() for layer in fusing.triples(sequence, kinds))
-    return {layer for layer in found if type(layer) is ConvTranspose3d or why_left(layer) is None}
+def _runs_here(layer: nn.Module) -> bool:
+    """Tells whether a module is a transposed convolution whose forward is this library's, or will be."""
+    if type(layer) is ConvTranspose3d:
+        return "forward" not in layer.__dict__
+    return type(layer) is nn.ConvTranspose3d and why_left(layer) is None
 
 
 def _name(layer: nn.Module) -> str:

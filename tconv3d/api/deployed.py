@@ -80,7 +80,7 @@ def layers_of(model: nn.Module, inputs: Sequence[Any]) -> list[Deployed]:
         checked_layer(model)
         return [_deployed("the layer", model, {}, [_layer_call(model, each) for each in inputs])]
     names = {module: name for name, module in model.named_modules()}
-    norms = _norms(model)
+    norms = fusing.norms(model)
     found: dict[nn.Module, list[LayerCall]] = {}
     for each in inputs:
         example = _of_shape(each, model) if _is_shape(each) else each
@@ -184,16 +184,6 @@ def _of_shape(shape: Sequence[int], model: nn.Module) -> Tensor:
     """Returns an input of this shape, with the type and on the device of the model's parameters."""
     like = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-
-
-def _norms(model: nn.Module) -> dict[nn.Module, nn.GroupNorm]:
-    """Returns the norm that runs in the kernel of a convolution, for sequences that `accelerate` has fused."""
-    found: dict[nn.Module, nn.GroupNorm] = {}
-    for sequence in model.modules():
-        if isinstance(sequence, fusing.FusedSequential):
-            children: list[Any] = list(sequence.children())
-            found |= {layer: children[children.index(layer) + 2] for layer in fusing.triples(sequence)}
-    return found
 
 
 def _deployed(name: str, layer: Any, norms: dict[nn.Module, nn.GroupNorm], calls: Iterable[LayerCall]) -> Deployed:

@@ -27,18 +27,21 @@ from ..planning.launch import Launch
 from ..planning.offers import Answer, Offer, Refusal
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
 from ..runtime import compiler, packs
+from ..tails.algebra import Moved
+from ..tails.expressions import VALUE
 from ..torch_ops import checks, choosing, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import DTYPES, OperandAddresses
 from .explanation import AxisExplanation, Explanation, PassExplanation
+from .fuse import FusedTail
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 
 LEFT = "PyTorch's operator"  # shown in place of a kernel's name if the planner refuses a layer
 
 
 def explain(
-    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor,
+    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | FusedTail | Tensor,
     *arguments: Any,
     gpu: str | None = None,
     **keywords: Any,
@@ -48,11 +51,16 @@ def explain(
     >>> tconv3d.explain(layer, input)                          # a layer; the input as a tensor or as its shape
     >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
     >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
+    >>> tconv3d.explain(tconv3d.fuse(layer, tail), input, residual)   # a block, and what its tail takes
 
     `gpu` is a name (`tconv3d.planning.gpus.GPUS`) or a compute capability ("9.0"). The default is the present GPU, or
     H200 if there is none, or the emulator under use_backend("emulator"). The environment variable TCONV3D_AS makes
     each of these plan as another GPU. Tensors may be on the meta device.
     """
+    if isinstance(layer_or_input, FusedTail):
+        call = call_of(layer_or_input.convolution, *arguments[:1], **keywords)
+        with planner.aside():
+            return _explain_tail(layer_or_input, call, arguments[1:], gpu)
     call = call_of(layer_or_input, *arguments, **keywords)
     with planner.aside():
         if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
@@ -411,6 +419,47 @@ def _explain_fused(
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
     return replace(plain, layer=text, passes=passes)
+
+
+def _explain_tail(block: FusedTail, call: Call, extra: Sequence[Any], gpu: str | None) -> Explanation:
+    """Returns the convolution's explanation with a forward pass that evaluates a tail, and what becomes of the rest.
+
+    Gradients are those of calls that record them, whose forward pass stores the convolution's plain result.
+    """
+    device, ceilings = find_gpu(gpu, call[0])
+    report, kind = block.example_report(call[0], extra), block.example_kind(call[0], extra)
+    plain = replace(_explain(*call, (device, ceilings)), tail=tuple(report.lines))
+    if isinstance(kind, str):
+        return replace(plain, layer=f"{plain.layer}, tail")
+    stages = kind.prepared.stages
+    if stages.moved is not None:
+        given = _moved_call(stages.moved, call)
+        if given is None:
+            return replace(plain, layer=f"{plain.layer}, tail", passes=plain.passes[1:])
+        call = given
+    problem = problems_of(*call)[0]
+    taken, operands = stages.statistics, stages.operands
+    if taken is not None:
+        problem = replace(problem, norm=Norm(taken.groups, 0.0))
+    if taken is not None or stages.epilogue != VALUE:
+        vectors, wholes = len(operands.vectors), len(operands.wholes)
+        problem = replace(problem, tail=stages.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes)
+    forward = _explain_passes([problem], device, ceilings)
+    return replace(plain, layer=f"{plain.layer}, tail", passes=(*forward, *plain.passes[1:]))
+
+
+def _moved_call(moved: Moved, call: Call) -> Call | None:
+    """Returns the convolution that computes a linear operator of another one's result, or None if a product does."""
+    input, weight, bias, _ = call
+    found: list[Call] = []
+
+    def convolve(*given: Any) -> Tensor:
+        found.append(given)
+        return torch.conv_transpose3d(*given[:3], *given[3])
+
+    operands = moved.operands(_on_meta(weight), None if bias is None else _on_meta(bias))
+    moved.forward(_on_meta(input), *operands, convolve)
+    return found[0] if found else None
 
 
 def activation(problem: Problem) -> Activation:

@@ -59,6 +59,7 @@ class Explanation:
     empty_phases: int
     axes: tuple[AxisExplanation, ...]
     passes: tuple[PassExplanation, ...]
+    tail: tuple[str, ...] = ()  # what becomes of the operations that follow the convolution in a fused block
 
     @property
     def kernel(self) -> str:
@@ -139,4 +140,4 @@ def _lines(e: Explanation) -> list[str]:
             *([f"    {p.packed}"] if p.packed else []),
             f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
         ]
-    return lines
+    return [*lines, *(f"  tail, {text}" for text in e.tail)]

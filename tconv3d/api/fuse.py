@@ -8,28 +8,26 @@ over it, if the whole tail can run so; otherwise the tail runs as it is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 
 from ..planning.planner import Refused
-from ..tails.algebra import Layer
 from ..tails.expressions import VALUE
-from ..tails.running import Prepared
-from ..tails.stages import stages
-from ..tails.tracing import CannotTrace, trace
+from ..tails.kinds import Kind, Kinds
 from ..torch_ops import checks, dispatch, ops
-from ..torch_ops.chain_ops import Chain
+from ..torch_ops.casting import cast_operands
+from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
-from ..torch_ops.problems import tf32_of
-from ..torch_ops.pytorch_ops import result_strides
+from ..torch_ops.dispatch import recording
+from .conditions import is_constant
+from .functional import conv_transpose3d
 from .modules import ConvTranspose3d, arguments
-
-MOST_KINDS = 64  # kinds of calls whose stages a module remembers
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,16 @@ class FuseReport:
     passes: tuple[str, ...]  # the expressions of every pass over the result
     pytorch: tuple[str, ...]  # the operators that run in PyTorch behind the fused part
     why_not: str = ""  # why nothing is fused
+    gradients: tuple[str, ...] = ()  # what calls that record gradients run instead
 
     def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def lines(self) -> list[str]:
+        """The report in lines."""
         if self.why_not:
-            return f"not fused: {self.why_not}"
+            return [f"not fused: {self.why_not}"]
         lines = (
             ("in the weight", self.weight),
             ("in the convolution's kernel", self.kernel),
@@ -53,7 +57,8 @@ class FuseReport:
             *(("in one pass over its result", each) for each in self.passes),
             ("in PyTorch", ", ".join(self.pytorch)),
         )
-        return "\n".join(f"{name}: {text}" for name, text in lines if text) or "nothing follows the convolution"
+        found = [f"{name}: {text}" for name, text in lines if text] or ["nothing follows the convolution"]
+        return [*found, *(f"if gradients are recorded, {text}" for text in self.gradients)]
 
 
 class FusedTail(nn.Module):
@@ -64,91 +69,74 @@ class FusedTail(nn.Module):
         self.convolution = convolution
         self.tail = tail
         self.exact_order = exact_order
-        self._prepared: dict[Any, Prepared | str] = {}
+        self._kinds = Kinds(tail, exact_order)
 
     def forward(self, input: Tensor, *extra: Any) -> Any:
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
-        prepared = self._prepare(input, extra)
-        if isinstance(prepared, str):
+        if torch.compiler.is_compiling():
+            return self._compiled(input, *extra)
+        kind = self._kind(input, extra)
+        if isinstance(kind, str):
             return self._unfused(input, *extra)
         weight, bias, *settings = arguments(self.convolution, input, None)
         convolution = convolution_of(*settings)
+        passed = [each for each in extra if isinstance(each, Tensor)]
         try:
-            if not self._recording(prepared, input, extra):
+            if not recording(input, weight, bias, *passed, *kind.captured):
                 with torch.no_grad():
-                    return prepared.run(input, weight, bias, convolution, extra)
-            passes = prepared.differentiable
-            if passes.possible and not extra:
-                return Chain.apply(passes, self._unfused, input, weight, bias, convolution, *passes.wanted)
+                    operands = cast_operands(input, weight, bias, keep=True)
+                    return kind.prepared.run(*operands, convolution, extra, (weight, bias))
+            passes = kind.recorded(passed)
+            if passes.possible:
+                operands = cast_operands(input, weight, bias, keep=False)
+                return passes.finish(chain(passes, *operands, convolution, passed), passed)
         except Refused:  # the planner leaves this layer to PyTorch's operator
             pass
         return self._unfused(input, *extra)
 
-    def _unfused(self, input: Tensor, *extra: Any) -> Any:
-        return self.tail(self.convolution(input), *extra)
-
-    def _recording(self, prepared: Prepared, input: Tensor, extra: tuple[Any, ...]) -> bool:
-        """Tells whether a call records gradients."""
-        if not torch.is_grad_enabled():
-            return False
+    def _compiled(self, input: Tensor, *extra: Any) -> Any:
+        """Calls this library's convolution and then the tail: what is fused is decided by what compiles the graph."""
         layer = self.convolution
-        tensors = [input, layer.weight, layer.bias, *extra, *prepared.differentiable.wanted]
-        return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+        if type(layer) is not nn.ConvTranspose3d or layer._forward_hooks or layer._forward_pre_hooks:
+            return self._unfused(input, *extra)
+        return self.tail(conv_transpose3d(input, *arguments(layer, input, None)), *extra)
 
-    def report(self, input: Tensor, *extra: Any) -> FuseReport:
-        """Returns what becomes of the tail in a call with these arguments that records no gradients."""
-        with torch.no_grad():
-            prepared = self._prepare(input, extra)
-        if isinstance(prepared, str):
-            return FuseReport("", "", "", (), (), prepared)
-        s = prepared.stages
-        taken = s.statistics
-        return FuseReport(
-            weight=", ".join(
-                [
-                    *([] if s.affine.expression == VALUE else [str(s.affine.expression)]),
-                    *([] if s.moved is None else [s.moved.text]),
-                ]
-            ),
-            kernel="" if s.epilogue == VALUE else str(s.epilogue),
-            statistics=""
-            if taken is None
-            else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
-            passes=s.rounds.passes,
-            pytorch=s.rounds.left_names,
-        )
-
-    def train(self, mode: bool = True) -> FusedTail:
-        """Switches between training and evaluation; what was computed from weights is computed again."""
-        self._prepared.clear()
-        super().train(mode)
-        return self
-
-    def _prepare(self, input: Tensor, extra: tuple[Any, ...]) -> Prepared | str:
-        """Returns the stages of a call, or why it is not fused."""
+    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Kind | str:
+        """Returns what a call runs, or why it is not fused."""
         why = self._why_not(input, extra)
         if why is not None:
             return why
-        key = self._key(input, extra)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            if len(self._prepared) >= MOST_KINDS:
-                self._prepared.clear()
-            prepared = self._prepared[key] = self._traced(input, extra)
-        return prepared
-
-    def _traced(self, input: Tensor, extra: tuple[Any, ...]) -> Prepared | str:
         weight, bias, *settings = arguments(self.convolution, input, None)
-        convolution = convolution_of(*settings)
-        geometry = checks.check_forward(input, weight, bias, convolution)
-        shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
-        layout = shape, result_strides(shape, input, weight), input.dtype, input.device
-        try:
-            size, kernel = input.shape[2:], weight.shape[2:]
-            layer = Layer((size[0], size[1], size[2]), (kernel[0], kernel[1], kernel[2]), convolution)
-            return Prepared(stages(trace(self.tail, *layout, extra), self.exact_order, layer=layer))
-        except CannotTrace as error:
-            return f"the tail cannot be traced: {error}"
+        return self._kinds.find(input, weight, bias, convolution_of(*settings), extra, self._state())
+
+    def _unfused(self, input: Tensor, *extra: Any) -> Any:
+        return self.tail(self.convolution(input), *extra)
+
+    def report(self, input: Tensor, *extra: Any) -> FuseReport:
+        """Returns what becomes of the tail in a call with these arguments.
+
+        Unless gradients are switched off, what calls that record gradients run is part of the report.
+        """
+        kind = self._kind(input, extra)
+        return FuseReport("", "", "", (), (), kind) if isinstance(kind, str) else _report(kind, input, self, extra)
+
+    def example_kind(self, input: Tensor, extra: Sequence[Any]) -> Kind | str:
+        """Returns what a call with tensors of this kind would run, on any device; they may have no data."""
+        weight, bias, *settings = arguments(self.convolution, input, None)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x, *rest = (_example(each, weight.device) for each in (input, *extra))
+        return self._kinds.find(x, weight, bias, convolution_of(*settings), rest, self._state())
+
+    def example_report(self, input: Tensor, extra: Sequence[Any]) -> FuseReport:
+        """Returns the report of `example_kind`."""
+        kind = self.example_kind(input, extra)
+        return FuseReport("", "", "", (), (), kind) if isinstance(kind, str) else _report(kind, input, self, extra)
+
+    def train(self, mode: bool = True) -> FusedTail:
+        """Switches between training and evaluation; what was computed from weights is computed again."""
+        self._kinds.forget()
+        super().train(mode)
+        return self
 
     def _why_not(self, input: Tensor, extra: tuple[Any, ...]) -> str | None:
         layer = self.convolution
@@ -156,12 +144,14 @@ class FusedTail(nn.Module):
         tensors += [each for each in extra if isinstance(each, Tensor)]
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return "a transform or a compiler looks at the call"
+        if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+            return "a mode of PyTorch's dispatcher looks at the call"
+        if dispatch.in_forward_mode():
+            return "derivatives are computed in forward mode"
         if input.dim() != 5 or input.numel() == 0:
             return "the input is no batch of volumes"
         if not all(map(dispatch.is_plain, tensors)):
             return "a tensor is not plain memory"
-        if torch.is_autocast_enabled(input.device.type):
-            return "autocast chooses the types of every operator"
         if type(layer) not in (nn.ConvTranspose3d, ConvTranspose3d) or "forward" in layer.__dict__:
             return "the convolution has a forward of its own"
         if self._watched():
@@ -178,18 +168,51 @@ class FusedTail(nn.Module):
             for each in inside
         )
 
-    def _key(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
-        """Returns what a trace depends on: shapes, types, layouts, modes of modules, and their parameters."""
+    def _state(self) -> Any:
+        """Returns what a trace depends on besides the arguments: modes and parameters of the tail's modules."""
         modules = self.tail.modules() if isinstance(self.tail, nn.Module) else ()
-        state = tuple(
-            (module.training, *map(id, module._parameters.values()), *map(id, module._buffers.values()))
-            for module in modules
-        )
-        passed = tuple(
-            (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else repr(each)
-            for each in extra
-        )
-        return input.shape, input.stride(), input.dtype, input.device, tf32_of(input), passed, state
+        return tuple((state_of(module), constants_of(module)) for module in modules)
+
+
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the mode of a module and which tensors it has, with their types and shapes."""
+    own = module.__dict__
+    tensors = (*own["_parameters"].values(), *own["_buffers"].values())
+    return own["training"], *((id(each), each.dtype, each.shape) if each is not None else None for each in tensors)
+
+
+def constants_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the settings of a module, such as the slope of an activation."""
+    return tuple(value for name, value in module.__dict__.items() if name[0] != "_" and is_constant(value))
+
+
+def _example(value: Any, device: torch.device) -> Any:
+    """Returns a tensor without data on a device for a tensor, and any other value itself."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _report(kind: Kind, input: Tensor, block: FusedTail, extra: Sequence[Any]) -> FuseReport:
+    s = kind.prepared.stages
+    taken, passed = s.statistics, [each for each in extra if isinstance(each, Tensor)]
+    layer = block.convolution
+    wanted = recording(input, layer.weight, layer.bias, *passed, *kind.captured)
+    return FuseReport(
+        weight=", ".join(
+            [
+                *([] if s.affine.expression == VALUE else [str(s.affine.expression)]),
+                *([] if s.moved is None else [s.moved.text]),
+            ]
+        ),
+        kernel="" if s.epilogue == VALUE else str(s.epilogue),
+        statistics=""
+        if taken is None
+        else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
+        passes=s.rounds.passes,
+        pytorch=s.rounds.left_names,
+        gradients=kind.recorded(passed).texts if wanted else (),
+    )
 
 
 def fuse(layer: nn.ConvTranspose3d, tail: Callable[..., Any], *, exact_order: bool = False) -> FusedTail:

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .lowering import lower
 from .pointwise import FLOATS, dependent, is_view, meta, packet_of, shape_of
 from .rounds import Divided, divide
-from .tracing import nothing_written, writes
+from .tracing import copied, nothing_written, without_logging, writes
 
 aten = torch.ops.aten
 
@@ -41,75 +41,102 @@ def _table() -> dict[Any, Any]:
 class Backward:
     """Holds the passes that compute the gradients of a tail for one kind of call."""
 
-    graph: fx.GraphModule  # outputs the gradients of z and of the wanted captured tensors
+    graph: fx.GraphModule  # outputs the gradients of z, of the wanted captured tensors and of the wanted passed ones
     value: fx.Node  # z
-    grad: fx.Node  # the gradient of the tail's result
-    saved: tuple[fx.Node, ...]  # reductions that the forward pass has computed, in the order of its own
+    passed: tuple[fx.Node, ...]  # tensors that were passed to the tail
+    grads: tuple[fx.Node, ...]  # the gradients of the tail's results
+    saved: tuple[tuple[fx.Node, fx.Node], ...]  # reductions that the forward pass has computed: there, and here
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
     rounds: Divided
 
 
 def backward(
-    forward: fx.GraphModule, lowered: fx.Graph, wanted: Sequence[Tensor], reduced: Sequence[fx.Node]
+    forward: fx.GraphModule, wanted: Sequence[Tensor], needed: Sequence[bool], reduced: Sequence[fx.Node]
 ) -> Backward | None:
-    """Returns the passes for the gradients of z and of the `wanted` captured tensors, or None if there are none.
+    """Returns the passes for gradients of z, of `wanted` captured tensors and of `needed` passed ones, or None.
 
-    `forward` is the graph of a tail of z alone that returns one floating-point tensor, and `lowered` the graph in
-    which its reductions are lowered. `reduced` are the sums, means and variances over space of `lowered`, which need
-    not be computed again.
+    `forward` is the graph of a tail that returns a tuple of tensors, before its reductions are lowered. `reduced` are
+    the sums, means and variances over space that the forward pass computes, in the lowered graph; those that have
+    their counterpart in `forward` need not be computed again.
     """
-    result = next(node for node in forward.graph.nodes if node.op == "output").args[0]
-    z, *passed = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    if passed or not isinstance(result, fx.Node) or meta(result).dtype not in FLOATS:
+    found = _differentiated(forward, wanted, needed, [node.name for node in reduced])
+    if found is None:
         return None
-    graph = _differentiated(forward, meta(z), meta(result), wanted)
-    if graph is None:
-        return None
+    graph, again = found
+    saved = tuple((node, again[node.name]) for node in reduced if node.name in again)
     lower(graph.graph)
-    # The graph begins with the operators of the tail, in their order.
-    kinds = {node.target for node in reduced}
-    order = [node for node in lowered.nodes if node.target in kinds]
-    again = dict(zip(order, [node for node in graph.graph.nodes if node.target in kinds], strict=False))
-    if any(node not in again for node in reduced):
-        return None
-    taken = [again[node] for node in reduced]
-    if any(str(a.meta["val"]) != str(b.meta["val"]) for a, b in zip(taken, reduced, strict=True)):
-        return None
     _clean(graph)
     nodes = list(graph.graph.nodes)
-    value, grad = [node for node in nodes if node.op == "placeholder"]
-    captured = [node for node in nodes if node not in dependent(nodes, [value, grad]) and node.op != "output"]
-    known = dict.fromkeys([*captured, *(node for node in taken if node in nodes)])
-    alike = shape_of(grad) == shape_of(value) and meta(grad).dtype is meta(value).dtype
-    strides = meta(z).stride()
+    value, *given = [node for node in nodes if node.op == "placeholder"]
+    passed, grads = tuple(given[: len(needed)]), tuple(given[len(needed) :])
+    saved = tuple(pair for pair in saved if pair[1] in nodes)
+    moving = dependent(nodes, [value, *given])
+    captured = [node for node in nodes if node not in moving and node.op != "output"]
+    alike = [each for each in grads if _alike(each, value)]
+    alike += [each for each in passed if _alike(each, value) and _used_alone(each, nodes, [value, *grads])]
+    known = dict.fromkeys([*captured, *(node for _, node in saved), *(each for each in given if each not in alike)])
+    strides = meta(value).stride()
     last = strides[1] == 1 and strides[4] != 1
-    divided = divide(
-        graph.graph, value, (grad,) if alike else (), known if alike else {**known, grad: None}, set(), last
-    )
+    divided = divide(graph.graph, value, tuple(alike), known, set(), last)
     if any(packet_of(node) not in _MAY_BE_LEFT for node in divided.left):
         return None
-    stored = {*taken, *(node for each in divided.rounds for node in each.computed)}
+    stored = {*(node for _, node in saved), *(node for each in divided.rounds for node in each.computed)}
     if any(_is_rounded_extreme(node, value) for node in stored):
         return None
     constants = tuple(node for node in captured if node.op == "call_function")
-    return Backward(graph, value, grad, tuple(taken), constants, divided)
+    return Backward(graph, value, passed, grads, saved, constants, divided)
 
 
-def _differentiated(forward: fx.GraphModule, z: Any, result: Any, wanted: Sequence[Tensor]) -> fx.GraphModule | None:
-    """Returns the graph of the gradients for (z, gradient of the result), or None if PyTorch cannot trace it."""
+def _alike(node: fx.Node, value: fx.Node) -> bool:
+    return shape_of(node) == shape_of(value) and meta(node).dtype is meta(value).dtype
 
-    def gradients(z: Tensor, grad: Tensor) -> list[Tensor | None]:
+
+def _used_alone(node: fx.Node, nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
+    """Tells whether something is computed from a passed tensor without z and the gradients."""
+    mixed = dependent(nodes, others)
+    return any(each not in mixed and not is_view(each) for each in dependent(nodes, [node]) - {node})
+
+
+def _differentiated(
+    forward: fx.GraphModule, wanted: Sequence[Tensor], needed: Sequence[bool], reduced: Sequence[str]
+) -> tuple[fx.GraphModule, dict[str, fx.Node]] | None:
+    """Returns the graph of the gradients for (z, passed tensors, gradients of the results), or None.
+
+    With it come the nodes of the graph that compute what the nodes of `forward` with the names `reduced` compute.
+    PyTorch cannot trace the gradients of every tail.
+    """
+    forward = _without_writes(forward)
+    placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    places = [place for place, node in enumerate(placeholders) if isinstance(meta(node), Tensor)]
+    results = [node for node in _results(forward) if meta(node).dtype in FLOATS]
+    names = [node.name for node in forward.graph.nodes if node.name in set(reduced)]
+
+    def gradients(*given: Tensor) -> tuple[list[Tensor | None], list[Any]]:
         with torch.enable_grad(), mode:
-            leaf = z.detach().requires_grad_()
-            return list(torch.autograd.grad(forward(leaf), [leaf, *wanted], grad, allow_unused=True))
+            tensors, grads = given[: len(places)], given[len(places) :]
+            leaves = [
+                each.detach().requires_grad_() if need else each
+                for each, need in zip(tensors, (True, *needed), strict=True)
+            ]
+            values: list[Any] = [None] * len(placeholders)
+            for place, leaf in zip(places, leaves, strict=True):
+                values[place] = leaf
+            env = _evaluated(forward, values)
+            asked = [leaf for leaf, need in zip(leaves[1:], needed, strict=True) if need]
+            outputs = [env[node.name] for node in results]
+            wide = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
+            found = torch.autograd.grad(outputs, [leaves[0], *wanted, *asked], wide, allow_unused=True)
+            return list(found), [env[name] for name in names]
 
+    likes = [(meta(placeholders[place]), meta(placeholders[place]).dtype) for place in places]
+    likes += [(meta(node), _type_of_gradient(node, placeholders[0])) for node in results]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             examples = [
-                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                for like in (z, result)
+                torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+                for like, dtype in likes
             ]
-        with nothing_written() as mode:
+        with without_logging(), nothing_written() as mode:
             graph = make_fx(
                 gradients,
                 decomposition_table=_table(),
@@ -118,6 +145,57 @@ def _differentiated(forward: fx.GraphModule, z: Any, result: Any, wanted: Sequen
             )(*examples)
     except RuntimeError:  # for example an operator without a derivative
         return None
+    output = _output(graph)
+    results_of: Any = output.args[0]
+    found, values = results_of
+    output.args = (found,)
+    again = {
+        name: value if isinstance(value, fx.Node) else value[0].all_input_nodes[0]  # means and variances are a pair
+        for name, value in zip(names, values, strict=True)
+    }
+    return graph, again
+
+
+def _type_of_gradient(result: fx.Node, z: fx.Node) -> torch.dtype:
+    """Returns the type in which passes read the gradient of a result.
+
+    Passes over z read whole tensors of z's type. The gradient of z is rounded to bfloat16 in any case, which has the
+    range of float32, so the gradient of a float32 result may be rounded before; to float16 it could overflow.
+    """
+    narrow = meta(z).dtype is torch.bfloat16 and meta(result).dtype is torch.float32
+    return torch.bfloat16 if narrow and shape_of(result) == shape_of(z) else meta(result).dtype
+
+
+def _evaluated(graph: fx.GraphModule, values: Sequence[Any]) -> dict[str, Any]:
+    """Returns what the nodes of a graph compute, by their names."""
+    env: dict[str, Any] = {}
+    left = iter(values)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            env[node.name] = next(left)
+        elif node.op == "get_attr":
+            env[node.name] = getattr(graph, node.target)
+        elif node.op == "call_function":
+            args, options = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each.name])
+            env[node.name] = node.target(*args, **options)
+    return env
+
+
+def _output(graph: fx.GraphModule) -> fx.Node:
+    return next(node for node in graph.graph.nodes if node.op == "output")
+
+
+def _results(graph: fx.GraphModule) -> tuple[fx.Node, ...]:
+    results: Any = _output(graph).args[0]
+    return tuple(results)
+
+
+def _without_writes(graph: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy without writes to captured tensors, which belong to the forward pass."""
+    graph = copied(graph)
+    for node in reversed(list(graph.graph.nodes)):
+        if node.op == "call_function" and writes(node) and not node.users:
+            graph.graph.erase_node(node)
     return graph
 
 
@@ -135,11 +213,9 @@ def _is_rounded_extreme(node: fx.Node, value: fx.Node) -> bool:
 
 
 def _clean(graph: fx.GraphModule) -> None:
-    """Removes what no gradient needs; writes to captured tensors are the forward pass's."""
-    for node in reversed(list(graph.graph.nodes)):
+    """Removes what no gradient needs, and operators that overwrite a tensor of the graph."""
+    for node in graph.graph.nodes:
         if node.target in _OVERWRITING:
             node.target = _OVERWRITING[node.target]
-        elif node.op == "call_function" and writes(node) and node.args[0].op == "get_attr" and not node.users:
-            graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.recompile()

@@ -15,11 +15,9 @@ import torch
 from torch import fx
 
 from .pointwise import FLOATS, meta, packet_of, shape_of
-from .tracing import inserted
+from .tracing import LOWERED_FROM, inserted
 
 aten = torch.ops.aten
-
-LOWERED_FROM = "lowered_from"  # the entry of a node's `meta` that names the node whose replacement it is part of
 
 
 def lower(graph: fx.Graph, but: Container[str] = ()) -> None:

@@ -1,32 +1,32 @@
 """Runs a convolution with what follows it: the stages of a tail on this library's kernels, the rest in PyTorch.
 
-Without gradients the convolution's kernel computes as much of the tail as it can (`Prepared.run`). With gradients it
-stores its plain result z, which is saved, and passes over z compute the tail and its gradients (`Differentiable`).
+The convolution's kernel computes as much of the tail as it can (`Prepared.run`). Calls that record gradients run
+another way (`recording.py`), by the same rounds of passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import axis_executor, executor, pool_executor, tail_executor
+from ..torch_ops import axis_executor, executor, kept, pool_executor, tail_executor
+from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
 from .axes import AxisPass
 from .expressions import VALUE
-from .gradients import backward
 from .pointwise import Shape, is_view, rows_of
 from .pool_gradients import GatherPass
 from .pools import PoolPass
 from .rounds import Divided, Pass, Reduction, Rounds, Written
-from .stages import Stages, Statistics, stages
+from .stages import Stages, Statistics
 
 aten = torch.ops.aten
 
@@ -38,21 +38,43 @@ class Prepared:
     """Holds the stages of a tail for one kind of call, and what was computed from captured tensors alone."""
 
     stages: Stages
-    _seen: tuple[Any, ...] = ()  # weight, bias and captured tensors with their versions, when `_constant` was made
+    steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
+    _seen: tuple[Any, ...] | None = None  # weight, bias and captured tensors as they were when `_constant` was made
     _constant: Env = field(default_factory=dict)
     _folded: tuple[Tensor, Tensor | None] | None = None
     _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
 
     def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any] = ()
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
     ) -> Any:
-        """Returns what the tail gives for the convolution's result."""
+        """Returns what the tail gives for the convolution's result.
+
+        `parameters` are weight and bias before autocast has cast them.
+        """
+        with below_autocast(input):
+            return self._run(input, weight, bias, convolution, extra, parameters)
+
+    def _run(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
+    ) -> Any:
         s = self.stages
-        env = self._start(weight, bias, convolution, extra)
+        env = self._start(weight, bias, convolution, extra, parameters)
         if self._folded is not None:
             weight, bias = self._folded
 
-        _compute(s.early, env)
+        compute(s.early, env)
         tail = self._tail(env)
 
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
@@ -81,19 +103,23 @@ class Prepared:
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
         return Tail(s.epilogue.cpp, vectors, wholes)
 
-    @cached_property
-    def differentiable(self) -> Differentiable:
-        """What calls with gradients run."""
-        return Differentiable(self.stages.differentiable)
-
-    def _start(self, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]) -> Env:
+    def _start(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any],
+        parameters: tuple[Tensor, Tensor | None],
+    ) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
         s, nodes = self.stages, self.stages.graph.graph.nodes
-        captured = {node: getattr(s.graph, node.target) for node in nodes if node.op == "get_attr"}
-        seen = _versions([weight, bias, *captured.values()])
-        if seen is None or seen != self._seen:
+        placeholders = [node for node in nodes if node.op == "placeholder"][1:]
+        captured = captured_in(s.graph)
+        captured.update({placeholders[place]: extra[place] for place in self.steady})
+        tensors = [*parameters, *captured.values()]
+        if not _unchanged(self._seen, tensors):
             env: Env = dict(captured)
-            _compute(s.constants, env)
+            compute(s.constants, env)
             self._folded = None
             if s.affine.expression != VALUE:
                 vectors = [env[node] for node in s.affine.vectors]
@@ -104,60 +130,13 @@ class Prepared:
             if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
                 like = s.fed.meta["val"]
                 self._vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
-            self._seen, self._constant = seen or (), env
-        env = dict(self._constant)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        env.update(zip(placeholders[1:], extra, strict=True))
-        return env
+            self._constant = {node: env[node] for node in s.constants}
+            self._seen = _seen(tensors, self._drop)
+        return {**captured, **self._constant, **dict(zip(placeholders, extra, strict=True))}
 
-
-class Differentiable:
-    """Holds what a call with gradients needs: the tail as passes over z, and its gradients as passes over z."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        self.graph = graph
-        captured = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
-        self.wanted = [each for each in {id(each): each for each in captured}.values() if each.requires_grad]
-        self.plain = plain = stages(graph, plain=True)
-        gradient = None
-        if not plain.rounds.left:
-            taken = plain.statistics.nodes if plain.statistics is not None else ()
-            self.reduced = (*taken, *plain.rounds.reductions)
-            gradient = backward(plain.differentiable, plain.graph.graph, self.wanted, self.reduced)
-        self.possible = gradient is not None
-        if gradient is not None:
-            self.gradient = gradient
-
-    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[Tensor, ...]:
-        """Returns the tail's result, z, and the sums, means and variances over space that the tail takes."""
-        s = self.plain
-        env: Env = {node: getattr(s.graph, node.target) for node in s.graph.graph.nodes if node.op == "get_attr"}
-        if s.statistics is None:
-            z = executor.forward(input, weight, bias, convolution)
-        else:
-            z, found = executor.forward_with_statistics(
-                input, weight, bias, s.statistics.groups, 0.0, convolution, tail=Tail(VALUE.cpp)
-            )
-            env.update(means_and_variances(found, s.statistics))
-        env[s.fed] = z
-        _compute(s.constants, env)
-        run_rounds(s.graph, s.rounds, env, keep=True)
-        saved = [env[node] for node in self.reduced]
-        flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
-        return outputs(s.graph, env), z, *flat
-
-    def gradients(self, z: Tensor, grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor | None]:
-        """Returns the gradients of z and of the wanted captured tensors; `saved` is what `run` returned after z."""
-        g = self.gradient
-        env: Env = {node: getattr(g.graph, node.target) for node in g.graph.graph.nodes if node.op == "get_attr"}
-        left = iter(saved)
-        for node in g.saved:
-            env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
-        env[g.value], env[g.grad] = z, _like(z, grad) if grad.shape == z.shape else grad
-        _compute(g.constants, env)
-        run_rounds(g.graph, g.rounds, env, keep=True)
-        found: list[Tensor | None] = list(outputs(g.graph, env))
-        return found
+    def _drop(self, _: object) -> None:
+        """Forgets what was computed from a tensor that no longer exists."""
+        self._seen, self._constant, self._folded, self._vectors = None, {}, None, None
 
 
 def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False) -> None:
@@ -169,7 +148,7 @@ def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = F
             x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
         kept = each is not divided.rounds[-1] or (keep and each.value is divided.rounds[0].value)
         _run_round(graph, each, x, env, formed, kept)
-    _compute(divided.left, env)
+    compute(divided.left, env)
 
 
 def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool) -> None:
@@ -189,7 +168,8 @@ def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, forme
     for one in rounds.passes:
         overwrite = not keep and one is rounds.passes[-1]
         y = _run_pass(one, x, env, overwrite)
-        formed[one.node], env[one.node] = y, y.reshape(one.node.meta["val"].shape)
+        shape = one.node.meta["val"].shape
+        formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
 def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool) -> Tensor:
@@ -221,6 +201,11 @@ def _aliases(value: fx.Node) -> set[fx.Node]:
     return found
 
 
+def captured_in(graph: fx.GraphModule) -> Env:
+    """Returns the captured tensors of a graph."""
+    return {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+
+
 def outputs(graph: fx.GraphModule, env: Env) -> Any:
     return fx.node.map_arg(_output(graph).args[0], lambda node: env[node])
 
@@ -229,7 +214,7 @@ def _output(graph: fx.GraphModule) -> fx.Node:
     return next(node for node in graph.graph.nodes if node.op == "output")
 
 
-def _compute(nodes: Sequence[fx.Node], env: Env) -> None:
+def compute(nodes: Sequence[fx.Node], env: Env) -> None:
     """Computes nodes with PyTorch, in order; those that are known already are skipped."""
     for node in nodes:
         if node not in env:
@@ -243,14 +228,14 @@ def _compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:
     """Computes the nodes whose operands are all known."""
     for node in nodes:
         if node not in env and all(each in env for each in node.all_input_nodes):
-            _compute((node,), env)
+            compute((node,), env)
 
 
 def _operands(
     named: Sequence[tuple[fx.Node, Shape]], whole: Sequence[fx.Node], env: Env, x: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Returns vectors [number of vectors, N, C] and whole tensors as the kernels read them."""
-    wholes = [_like(x, env[node]) for node in whole]
+    wholes = [with_strides_of(x, env[node]) for node in whole]
     return _stacked(named, env, tuple(x.shape), x.dtype, x.device) if named else None, wholes
 
 
@@ -337,11 +322,28 @@ def means_and_variances(found: Tensor, statistics: Statistics) -> Env:
     return env
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-    """Returns what changes when one of the tensors is written, or None for tensors that do not count their writes."""
+def _seen(tensors: Sequence[Tensor | None], gone: Callable[[object], None]) -> tuple[Any, ...] | None:
+    """Returns what tells whether tensors were written to or replaced, or None if they do not count their writes.
+
+    `gone` is called when one of the tensors no longer exists.
+    """
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
-    return tuple(None if t is None else (id(t), t.data_ptr(), t._version) for t in tensors)
+    versions = (None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
+    return kept.forgotten(), *versions
+
+
+def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None]) -> bool:
+    """Tells whether these are the tensors that `_seen` has seen, with the same contents."""
+    if seen is None or seen[0] != kept.forgotten():
+        return False
+    for before, now in zip(seen[1:], tensors, strict=True):
+        if before is None or now is None:
+            if before is not now:
+                return False
+        elif before[0]() is not now or before[1] != now.data_ptr() or before[2] != now._version:
+            return False
+    return True
 
 
 def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
@@ -351,7 +353,7 @@ def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
-def _like(result: Tensor, whole: Tensor) -> Tensor:
+def with_strides_of(result: Tensor, whole: Tensor) -> Tensor:
     """Returns a whole tensor with the strides of the convolution's result, copied if it has others."""
     if whole.stride() == result.stride() and whole.device == result.device:
         return whole

@@ -15,6 +15,7 @@ shapes; it knows nothing of kernels or of the tensors of a call.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 
@@ -23,10 +24,10 @@ from torch import fx
 
 from .algebra import Layer, Moved, SpaceSum, find
 from .expressions import Expression
-from .lowering import LOWERED_FROM, lower
+from .lowering import lower
 from .pointwise import Shape, Writer, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
 from .rounds import MOST_LETTERS, MOST_WHOLE, Divided, Launch, divide
-from .tracing import copied, without_variances, writes
+from .tracing import LOWERED_FROM, copied, is_random, without_variances, writes
 
 aten = torch.ops.aten
 
@@ -68,28 +69,41 @@ class Stages:
 
 
 def stages(
-    graph: fx.GraphModule, exact_order: bool = False, plain: bool = False, layer: Layer | None = None
+    graph: fx.GraphModule,
+    exact_order: bool = False,
+    plain: bool = False,
+    layer: Layer | None = None,
+    steady: Container[int] = (),
 ) -> Stages:
     """Returns the stages of a traced tail, whose first placeholder is z, [N, C, D, H, W].
 
     With `exact_order` no affine map moves into the weight; with `plain` the convolution stores z itself. A linear
-    reduction or pool of z may move into the convolution `layer`. Reductions that no pass computes stay PyTorch's own
-    operators.
+    reduction or pool of z may move into the convolution `layer`. `steady` are places of passed tensors that are
+    treated as captured ones: what is computed from them alone is kept between calls. Reductions that no pass computes
+    stay PyTorch's own operators.
     """
     whole: set[str] = set()  # names of nodes that are not lowered
     while True:
-        found = _stages(copied(graph), exact_order, plain, whole, layer)
+        found = _stages(copied(graph), exact_order, plain, whole, layer, steady)
         split = {node.meta[LOWERED_FROM] for node in found.rounds.left if LOWERED_FROM in node.meta}
         if split <= whole:
             return found
         whole |= split
 
 
-def _stages(graph: fx.GraphModule, exact_order: bool, plain: bool, whole: set[str], layer: Layer | None) -> Stages:
+def _stages(
+    graph: fx.GraphModule,
+    exact_order: bool,
+    plain: bool,
+    whole: set[str],
+    layer: Layer | None,
+    steady: Container[int],
+) -> Stages:
     nodes = list(graph.graph.nodes)
-    z, *passed = [node for node in nodes if node.op == "placeholder"]
+    z, *given_to = [node for node in nodes if node.op == "placeholder"]
+    passed = [node for place, node in enumerate(given_to) if place not in steady]
     shape = shape_of(z)
-    effects = [node for node in nodes if node.op == "call_function" and writes(node)]
+    effects = [node for node in nodes if node.op == "call_function" and (writes(node) or is_random(node))]
     moving = dependent(nodes, [z, *passed, *effects])
     captured = [node for node in nodes if node not in moving and node.op != "output"]
     affine = _Head(z, nodes, shape, set() if exact_order else set(captured))
@@ -104,7 +118,7 @@ def _stages(graph: fx.GraphModule, exact_order: bool, plain: bool, whole: set[st
     head = _Head(start, nodes, shape, {*captured, *given} if moved is None else set(), wholes=True)
     u = start if plain or product else head.last_of_kernel()
     found = None if product else _statistics(u, nodes, shape)
-    without_variances(graph.graph, found.nodes if found else ())
+    without_variances(graph.graph, found.nodes if found else (), whole)
     graph.recompile()
     differentiable = copied(graph)
     lower(graph.graph, whole)

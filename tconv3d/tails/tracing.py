@@ -8,7 +8,8 @@ the tail's own objects. This module knows nothing of kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,11 +19,16 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
+LOWERED_FROM = "lowered_from"  # the entry of a node's `meta` that names the node whose replacement it is part of
+
 Tail = Callable[..., Any]
+
+SWITCHES_GRADIENTS = "switches_gradients"  # the entry of a graph's `meta`: whether the tail contains `torch.no_grad`
 
 # Operators that are replaced by arithmetic: activations, norms, and shorthands.
 _REPLACED = (
@@ -90,6 +96,8 @@ class _Remembering(TorchDispatchMode):
         self.before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            raise RuntimeError("it reads a number out of a tensor, which may be another one in the next call")
         if func._schema.is_mutable and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily(), proxy_tensor.disable_proxy_modes_tracing():
                 self.before.append((args[0], args[0].detach().clone()))
@@ -104,15 +112,56 @@ def nothing_written() -> Iterator[TorchDispatchMode]:
     """
     mode = _Remembering()
     try:
-        yield mode
+        # Whoever counts or moves what autograd saves, a checkpoint for example, must not see the tensors of tracing.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield mode
     finally:
         with torch.no_grad():
             for tensor, value in reversed(mode.before):
                 tensor.copy_(value)
 
 
+class _Switches(TorchFunctionMode):
+    """Notices that a function switches gradients off or on, which a graph of operators does not show."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or func is torch._C._set_grad_enabled
+        return func(*args, **(kwargs or {}))
+
+
 class CannotTrace(RuntimeError):
     """Says why a tail cannot be traced; the tail then runs in PyTorch."""
+
+
+@contextlib.contextmanager
+def without_logging() -> Iterator[None]:
+    """Keeps PyTorch from writing a traceback to its log if an operator cannot be traced, which a report names."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    usual, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = usual
+
+
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Keeps autocast as it is, but for its cache, into which tensors without data would get."""
+    usual = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(usual)
+
+
+def _again(value: Any) -> Any:
+    """Returns a tensor without data of the current mode for one of another mode, and any other value itself."""
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def trace(
@@ -122,17 +171,27 @@ def trace(
     dtype: torch.dtype,
     device: torch.device,
     extra: Sequence[Any] = (),
+    written: Container[int] = (),
 ) -> fx.GraphModule:
-    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device."""
+    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device.
+
+    Under autocast the casts that it makes are part of the graph. The tail may write to the arguments in `extra` whose
+    places `written` lists, and to tensors that it captures.
+    """
+
+    if any(isinstance(each, (list, tuple, dict, set)) for each in extra):
+        raise CannotTrace("an argument of the call holds others (a list, a tuple or a dictionary)")
+    switches = _Switches()
 
     def called(z: Tensor, *rest: Any) -> Any:  # without the defaults of the tail's own signature
-        with mode:
+        with mode, switches:
             return tail(z, *rest)
 
     try:
-        with torch.no_grad(), nothing_written() as mode:
+        with torch.no_grad(), _uncached_autocast(), without_logging(), nothing_written() as mode:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 z = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+                extra = [_again(each) for each in extra]
             traced = make_fx(
                 torch.func.functionalize(called),
                 decomposition_table=_table(),
@@ -142,22 +201,64 @@ def trace(
     except Exception as error:  # a user's function may raise anything
         raise CannotTrace(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     graph = traced.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    assert len(placeholders) == 1 + len(extra)
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or not writes(node) or node.args[0].op == "get_attr":
-            continue  # writes to captured tensors (running statistics) are part of the tail
-        if node.target is aten.as_strided_.default and node.meta["val"].shape == node.args[0].meta["val"].shape:
-            node.replace_all_uses_with(node.args[0])  # an adaptive pool gives its result the layout of its operand
-            graph.erase_node(node)
-            continue
-        if node.target is not aten.copy_.default or node.args[0] is not placeholders[0]:
-            raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
-        node.replace_all_uses_with(node.args[1])  # nobody else sees the convolution's result that is written
-        graph.erase_node(node)
+    z, *passed = [node for node in graph.nodes if node.op == "placeholder"]
+    assert len(passed) == len(extra)
+    _settle_writes(graph, z, {node for place, node in enumerate(passed) if place in written})
     graph.eliminate_dead_code()
     traced.recompile()
+    traced.meta[SWITCHES_GRADIENTS] = switches.seen
     return traced
+
+
+def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
+    """Leaves only writes to captured tensors and to `allowed` ones in a graph; raises `CannotTrace` for others.
+
+    Nobody else sees the convolution's result, nor tensors that the tail has made.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not writes(node):
+            continue
+        base = node.args[0]
+        while base.op == "call_function" and base.target in (aten.alias.default, aten.detach.default):
+            base = base.args[0]
+        if base.op == "get_attr" or base in allowed:  # running statistics
+            node.args = (base, *node.args[1:])
+            if _is_read_later(base, node, order):
+                raise CannotTrace("it reads or writes running statistics that it has written to before")
+            continue
+        value = base
+        if node.target is aten.as_strided_.default and node.meta["val"].shape == base.meta["val"].shape:
+            pass  # an adaptive pool gives its result the layout of its operand
+        elif node.target is aten.copy_.default and (base is z or _is_new(base)) and _alike(base, node.args[1]):
+            value = node.args[1]
+        else:
+            raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
+        node.replace_all_uses_with(value)
+        base.replace_all_uses_with(value, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+        graph.erase_node(node)
+
+
+def _is_read_later(base: fx.Node, write: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Tells whether a tensor from outside of the graph is used after a node has written to it."""
+    same = [
+        node for node in order if node is base or (base.op == node.op == "get_attr" and base.target == node.target)
+    ]
+    later = [user for node in same for user in node.users if order[user] > order[write]]
+    return any(user.users or (user.op == "call_function" and writes(user)) for user in later)
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Tells whether an operator returns a tensor in memory of its own."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)
+
+
+def _alike(one: fx.Node, other: Any) -> bool:
+    if not isinstance(other, fx.Node):
+        return False
+    first, second = one.meta["val"], other.meta["val"]
+    return bool(first.shape == second.shape and first.dtype is second.dtype)
 
 
 def copied(traced: fx.GraphModule) -> fx.GraphModule:
@@ -167,10 +268,15 @@ def copied(traced: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(traced, graph)
 
 
-def without_variances(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
-    """Replaces variances, but those of the nodes in `kept`, by means and by sums of squared deviations, in place."""
+def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[str] = ()) -> None:
+    """Replaces variances by means and by sums of squared deviations, in place.
+
+    The nodes in `kept` and those named in `but` stay.
+    """
     for node in list(graph.nodes):
         if node.target is not aten.var_mean.correction or node in kept or not node.kwargs.get("keepdim"):
+            continue
+        if node.name in but:
             continue
         (x, dims), correction = node.args, node.kwargs.get("correction", 1)
         count = prod(x.meta["val"].shape[dim] for dim in dims)
@@ -180,6 +286,8 @@ def without_variances(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
             square = inserted(graph, aten.mul.Tensor, (deviation, deviation))
             total = inserted(graph, aten.sum.dim_IntList, (square, dims, True))
             variance = inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
+        for part in (mean, deviation, square, total, variance):
+            part.meta[LOWERED_FROM] = node.name
         for user in list(node.users):
             user.replace_all_uses_with((variance, mean)[user.args[1]])
             graph.erase_node(user)
@@ -195,6 +303,11 @@ def inserted(
     with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
         node.meta["val"] = target(*values, **(options or {}))
     return node
+
+
+def is_random(node: fx.Node) -> bool:
+    """Tells whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def writes(node: fx.Node) -> bool:

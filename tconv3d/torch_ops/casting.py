@@ -7,10 +7,13 @@ by the same rules (see `kept`), and is itself a tensor whose packs can be kept.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from . import kept
+from .dispatch import device_type
 
 _NUMBERS = {torch.bfloat16: -1, torch.float16: -2, torch.float32: -3}  # packed layouts have numbers from 0 on
 
@@ -34,6 +37,22 @@ def casts(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> bool:
 def cast_operand(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
     """Casts an operand as PyTorch's autocast does for convolutions."""
     return tensor.to(dtype) if tensor is not None and casts(tensor, dtype, device_type) else tensor
+
+
+def cast_operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Casts the operands of a convolution as autocast does. With `keep`, casts of parameters are kept."""
+    where = device_type(input)
+    dtype = autocast_type(where)
+    if dtype is None:
+        return input, weight, bias
+    cast = kept_cast if keep else fresh_cast
+    if casts(weight, dtype, where):
+        weight = cast(weight, dtype)
+    if bias is not None and casts(bias, dtype, where):
+        bias = cast(bias, dtype)
+    return input.to(dtype) if casts(input, dtype, where) else input, weight, bias
 
 
 def fresh_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,3 +87,13 @@ def _lasting_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts a parameter into a tensor with a version counter, which tensors made in inference mode do not have."""
     with torch.inference_mode(False), torch.no_grad():
         return parameter.to(dtype)
+
+
+def below_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Switches autocast off for the operators of a block, whose casts have been chosen already."""
+    where = device_type(tensor)
+    if not torch.is_autocast_enabled(where):
+        return contextlib.nullcontext()
+    key = torch._C.DispatchKey.AutocastCUDA if where == "cuda" else torch._C.DispatchKey.AutocastCPU
+    guard: contextlib.AbstractContextManager[object] = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+    return guard

@@ -123,6 +123,19 @@ def below_autograd() -> Iterator[None]:
             yield
 
 
+_USUAL = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def as_if_called_first() -> contextlib.AbstractContextManager[object]:
+    """Lets the implementation of an operator trace and differentiate what it calls.
+
+    PyTorch has switched off autograd and other layers of its dispatcher for what the implementation calls. Autocast
+    is off inside, too, and can be switched on.
+    """
+    guard: contextlib.AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(*_USUAL)
+    return guard
+
+
 def tangents_of() -> contextlib.AbstractContextManager[None]:
     """Lets `jvp` compute a tangent: under torch.func for outer transforms alone, which may differentiate it again."""
     return below_autograd() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()

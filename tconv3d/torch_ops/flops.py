@@ -1,7 +1,7 @@
 """Counts floating-point operations of this library's operators as PyTorch does: `FlopCounterMode` and the profiler.
 
-The counts are PyTorch's own for the convolution of each operator. ReLU, GroupNorm and bias gradients count nothing,
-as in PyTorch. This module knows operators by name and shape, and nothing of how they are computed.
+The counts are PyTorch's own for the convolution of each operator. ReLU, GroupNorm, tails and bias gradients count
+nothing, as in PyTorch. This module knows operators by name and shape, and nothing of how they are computed.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "conv_transpose3d_relu_statistics": _forward,
     "conv_transpose3d_input_grad": _input_grad,
     "conv_transpose3d_weight_grad": _weight_grad,
+    "chain": _forward,
+    "chain_recorded": _forward,
 }
 
 

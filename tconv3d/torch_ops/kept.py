@@ -77,6 +77,11 @@ def forget() -> None:
         _noted.clear()
 
 
+def forgotten() -> int:
+    """Returns how often packs were dropped: what else was computed from weights is then out of date as well."""
+    return _forgotten
+
+
 def find(weight: Tensor, address: int, place: Place) -> Pack | None:
     """Returns the kept pack of the weight's present state, or None. Not for calls with gradients or under capture."""
     found = _kept.get(id(weight))

@@ -22,6 +22,7 @@ ANNOUNCED = "tconv3d_announced_operators"  # name of this module when the entry 
 SETTINGS = "int[3] stride, int[3] padding, int[3] output_padding, int groups, int[3] dilation"
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias"
 _NORM = "Tensor? norm_weight, Tensor? norm_bias"
+_CHAIN = f"{_OPERANDS}, Tensor[] tensors, SymInt[] numbers, str program"
 SCHEMAS = (
     f"conv_transpose3d({_OPERANDS}, {SETTINGS}) -> Tensor",
     f"conv_transpose3d_input_grad(Tensor grad_output, Tensor weight, SymInt[3] input_size, {SETTINGS}) -> Tensor",
@@ -38,6 +39,13 @@ SCHEMAS = (
     # [2, C], and of the convolution's bias [C].
     "relu_group_norm_grad(Tensor grad_output, Tensor input, Tensor statistics, Tensor? norm_weight, "
     "ScalarType parameters, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
+    # chain computes a convolution and its tail, which `program` writes as text (tails/programs.py) and which takes
+    # `tensors` and `numbers`. It returns the result, and new values of the tensors that the tail writes to.
+    # chain_recorded also returns what chain_grad takes: the convolution's result, and sums [slots, N*C]. chain_grad
+    # returns the gradients of the convolution's result and of the needed tensors.
+    f"chain({_CHAIN}, {SETTINGS}) -> Tensor[]",
+    f"chain_recorded({_CHAIN}, bool[] needed, int slots, {SETTINGS}) -> Tensor[]",
+    f"chain_grad(Tensor grad_output, Tensor result, Tensor sums, {_CHAIN}, bool[] needed, {SETTINGS}) -> Tensor[]",
 )
 MESSAGE = (
     "this program calls an operator of tconv3d, which this process has not imported: `import tconv3d` before the "

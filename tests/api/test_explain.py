@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -265,3 +266,47 @@ def test_bad_arguments() -> None:
     with pytest.raises(RuntimeError, match="to have 2 channels, but got 3"):
         tconv3d.explain(layer, (1, 3, 3, 3, 3))
     assert "compute capability 8.0" in tconv3d.explain(layer, (1, 2, 3, 3, 3), gpu="8.0").gpu
+
+
+# ---- blocks with a tail
+
+
+def block(tail: Any) -> tconv3d.FusedTail:
+    return tconv3d.fuse(torch.nn.ConvTranspose3d(32, 16, 3, stride=2, padding=1), tail)
+
+
+def test_a_tail_is_part_of_the_plan() -> None:
+    """The plan is that of a forward pass with the epilogue; a kernel that has no epilogue is passed over."""
+    norm = torch.nn.GroupNorm(4, 16)
+    found = tconv3d.explain(block(lambda z: norm(torch.relu(z))), (1, 32, 8, 8, 8), gpu="H200")
+    assert found.layer.endswith(", tail") and found.passes[0].name == "forward"
+    text = str(found)
+    assert "tail, in the convolution's kernel: Largest<Value, Number<0, 0>>" in text
+    assert "tail, statistics of its result: of 4 norm groups" in text and "tail, in one pass over its result" in text
+    assert "tail, if gradients are recorded, backward in one pass over the plain result: reduces" in text
+    assert found.as_dict()["tail"] == found.tail
+
+
+def test_what_a_tail_takes_is_given_behind_the_input() -> None:
+    residual = torch.empty(1, 16, 15, 15, 15, device="meta")
+    found = tconv3d.explain(block(lambda z, r: torch.sigmoid(z) + r), (1, 32, 8, 8, 8), residual, gpu="A100")
+    assert found.tail[0] == "in the convolution's kernel: Sum<Sigmoid<Value>, Whole<0>>"
+    assert found.passes[0].bytes > tconv3d.explain(block(torch.sigmoid), (1, 32, 8, 8, 8), gpu="A100").passes[0].bytes
+
+
+def test_a_tail_that_moves_into_the_convolution() -> None:
+    """A mean over channels leaves a convolution to one channel, and a mean over space leaves none."""
+    whole = tconv3d.explain(block(torch.relu), (1, 32, 8, 8, 8), gpu="H200").passes[0]
+    mean = tconv3d.explain(block(lambda z: z.mean(1)), (1, 32, 8, 8, 8), gpu="H200")
+    assert mean.passes[0].name == "forward" and 16 * mean.passes[0].flops == whole.flops
+    assert mean.tail[0] == "in the weight: the mean over channels"
+    none = tconv3d.explain(block(lambda z: z.mean((2, 3, 4))), (1, 32, 8, 8, 8), gpu="H200")
+    assert none.passes[0].name == "input_grad"
+
+
+def test_a_tail_that_cannot_be_fused_says_why() -> None:
+    found = tconv3d.explain(block(lambda z: z if z.sum() > 0 else -z), (1, 32, 8, 8, 8), gpu="H200")
+    assert found.tail[0].startswith("not fused: the tail cannot be traced")
+    partly = tconv3d.explain(block(lambda z: torch.tanh(z).cumsum(2)), (1, 32, 8, 8, 8), gpu="H200")
+    assert "in PyTorch: cumsum" in partly.tail
+    assert "if gradients are recorded, forward and backward in PyTorch: cumsum" in partly.tail

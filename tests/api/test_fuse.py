@@ -256,6 +256,21 @@ def test_a_changed_weight_or_statistic_is_seen() -> None:
         torch.testing.assert_close(model(x), norm(layer(x)), rtol=1e-4, atol=1e-5)
 
 
+def test_settings_of_a_tails_module_are_seen() -> None:
+    model = tconv3d.fuse(nn.ConvTranspose3d(16, C, 3, stride=2, padding=1), nn.LeakyReLU(0.1))
+    x = torch.randn(2, 16, *SIZE)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        model(x)
+        model.tail.negative_slope = 0.7
+        torch.testing.assert_close(model(x), model.tail(model.convolution(x)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_number_that_is_read_out_of_a_tensor_is_not_traced() -> None:
+    """A BatchNorm without momentum averages over its calls, whose number is a tensor."""
+    found = report(nn.BatchNorm3d(C, momentum=None))
+    assert "reads a number out of a tensor" in found.why_not
+
+
 def test_hooks_and_second_derivatives_see_every_layer() -> None:
     model = module("SiLU", torch.float64)
     x = tensors(torch.float64, "contiguous")[0][:1].requires_grad_()

@@ -15,10 +15,21 @@ from tconv3d.api import survey
 pytest.importorskip("monai", reason="the networks come with `pip install monai einops`")
 pytest.importorskip("einops", reason="the networks come with `pip install monai einops`")
 
+from monai.networks.nets import AttentionUnet
+from swaps import kinds
+
 from benchmarks.monai_networks import NETWORKS
 
 # The transposed convolutions of each network at its tiny size.
 LAYERS = {"UNet": 2, "VNet": 4, "DynUNet": 2, "SwinUNETR": 5, "MedNeXt": 3}
+# What runs fused in each network; SwinUNETR and DynUNet concatenate behind their convolutions.
+CHAINS = {
+    "UNet": {"conv -> instance_norm -> prelu"},
+    "VNet": {"conv -> batch_norm -> elu"},
+    "DynUNet": {""},
+    "SwinUNETR": {""},
+    "MedNeXt": {"conv -> group_norm", ""},
+}
 KERNELS = torch.cuda.is_available() or emulator.available()
 
 
@@ -44,6 +55,13 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"output": y.detach(), "input": x.grad, **gradients}
 
 
+def test_chains_of_an_attention_unet() -> None:
+    model = AttentionUnet(3, 1, 2, (4, 8, 16), (2, 2))
+    before = kinds(model)
+    assert {layer.chain for layer in tconv3d.plan_swaps(model).layers} == {"conv -> batch_norm -> relu"}
+    assert kinds(tconv3d.restore(tconv3d.accelerate(model))) == before
+
+
 @pytest.mark.slow
 def test_same_outputs_and_gradients(network: tuple[str, nn.Module, Tensor]) -> None:
     name, model, x = network
@@ -52,6 +70,8 @@ def test_same_outputs_and_gradients(network: tuple[str, nn.Module, Tensor]) -> N
     tconv3d.accelerate(model, example_input=x, report=report.append)
     assert (len(report[0].swapped), len(report[0].left)) == (LAYERS[name], 0)
     assert all(layer.input_shapes for layer in report[0].layers)
+    assert {layer.chain for layer in report[0].layers} == CHAINS[name]
+    assert all(layer.chain or layer.why_alone for layer in report[0].layers)
     assert all(type(layer) is tconv3d.ConvTranspose3d for layer in survey.transposed_convolutions(model))
     after = results(model, x)
     assert after.keys() == before.keys()

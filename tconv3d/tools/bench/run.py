@@ -220,7 +220,7 @@ def measure_layer(
 def _describe(row: Row, case: cases.Case, explanation: Explanation, ceilings: Mapping[str, float]) -> None:
     """Fills in the kernels of the pass, the work they do, and the floor of the time in milliseconds."""
     passes = [each for each in explanation.passes if (each.name == "forward") == (row.which == "forward")]
-    fused = "fused: " if isinstance(case.ours, fusing.FusedSequential) else ""
+    fused = "fused: " if fusing.fused_base(case.ours) is not None else ""
     row.kernel = fused + ", ".join(dict.fromkeys(each.kernel for each in passes))
     row.tile = "; ".join(dict.fromkeys(each.tile for each in passes if each.tile))
     row.flops = sum(each.flops for each in passes)

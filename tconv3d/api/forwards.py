@@ -1,0 +1,446 @@
+"""Runs the forward of a module with the chains behind its transposed convolutions fused.
+
+A plan is a function that does the same as the forward, with one call for every chain. It is made when a kind of call
+is new (`reading`), it holds as long as everything is as it was (`Conditions`, `plain.Layers`), and otherwise another
+plan is made, or the forward runs as it is written. This module knows modules and graphs; it changes no module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..runtime.compiler import MissingCompilerError
+from ..tails import chains, vocabulary
+from ..tails.chains import Chain
+from ..torch_ops.backend import current_backend
+from . import plain, reading
+from .conditions import Conditions, is_constant
+from .fuse import FusedTail, state_of
+from .modules import ConvTranspose3d, convolve_relu_group_norm
+from .plain import BASE, Layers
+from .python_code import CannotRead
+from .reading import TENSOR
+
+MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
+MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
+MOST_SIZES = 1024  # input sizes that are remembered
+MOST_STATES = 64  # times that a chain gets other parameters or modes, after which it stays unfused for new ones
+_TENSORS = (Tensor, nn.Parameter)
+_MISSING: Any = object()
+_DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
+
+
+class FusedChain(FusedTail):
+    """Runs a convolution of a forward with what follows it, if its layers are known to be plain."""
+
+    def __init__(self, layer: nn.ConvTranspose3d, chain: Chain, read: reading.Read, owner: nn.Module) -> None:
+        parts = {str(node.target): read.modules[str(node.target)] for node in chain.nodes if node.op == "call_module"}
+        attributes = [_place(owner, str(node.target)) for node in chain.attributes]
+        super().__init__(layer, _Tail(parts, chain, attributes), exact_order=False)
+        self.words = chain.words
+        self._parts, self._attributes = tuple(dict.fromkeys(parts.values())), attributes
+        self._sizes: set[torch.Size] = set()
+        self._states: set[Any] = set()
+        self._has_kernels = True
+        self._norm, self._rest = None, None
+        found = _triple(chain, read.modules, layer)
+        if found is not None:
+            behind = Chain(chain.nodes[1], chain.nodes[2:], chain.attributes, chain.passed, (), "")
+            self._norm, self._rest = found, _Tail(parts, behind, attributes)
+
+    def forward(self, input: Tensor, *extra: Any) -> Any:
+        """Runs the chain, layer by layer where its kernels can be neither found nor compiled."""
+        if self._has_kernels:
+            try:
+                return super().forward(input, *extra)
+            except MissingCompilerError as error:
+                self._has_kernels = False
+                text = f"tconv3d: {self.words} runs unfused, because its kernels are not there to be loaded: {error}"
+                warnings.warn(text, stacklevel=2)
+        return self._unfused(input, *extra)
+
+    def _watched(self) -> bool:
+        return False  # the plan has looked
+
+    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
+        """Returns what a call runs. When many sizes have come, a new one runs unfused until it comes again.
+
+        That is for inference: a checkpoint must record the same when a call is repeated.
+        """
+        if self._state() not in self._states:
+            if len(self._states) >= MOST_STATES:
+                return "tensors of the tail are new in every call"
+            self._states.add(self._state())
+        if input.shape not in self._sizes and not torch.is_grad_enabled():
+            if len(self._sizes) >= MOST_SIZES:
+                self._sizes.clear()
+            self._sizes.add(input.shape)
+            if len(self._sizes) > MANY_SIZES:
+                return "the size is new"
+        return super()._kind(input, extra)
+
+    def _state(self) -> Any:
+        state: list[Any] = [state_of(part) for part in self._parts]
+        for place, name in self._attributes:
+            tensor = place[name]
+            state.append((id(tensor), tensor.dtype, tensor.shape))
+        return tuple(state)
+
+    def _unfused(self, input: Tensor, *extra: Any) -> Any:
+        if self._norm is None or self._rest is None:
+            return super()._unfused(input, *extra)
+        return self._rest(convolve_relu_group_norm(self.convolution, self._norm, input), *extra)
+
+
+class _Tail:
+    """Runs the nodes of a chain one by one."""
+
+    def __init__(
+        self, parts: Mapping[str, nn.Module], chain: Chain, attributes: Sequence[tuple[Mapping[str, Any], str]]
+    ) -> None:
+        self._code = fx.GraphModule(dict(parts), chain.tail(pass_attributes=True)).forward
+        self._attributes = attributes
+
+    def __call__(self, z: Tensor, *passed: Any) -> Any:
+        return self._code(z, *passed, *(place[name] for place, name in self._attributes))
+
+
+def _place(owner: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
+    """Returns the dictionary and the key of a tensor of a module, by its name."""
+    path, _, name = target.rpartition(".")
+    module = owner.get_submodule(path)
+    own = module.__dict__
+    return next(place for place in (own["_parameters"], own["_buffers"], own) if name in place), name
+
+
+def _triple(chain: Chain, modules: Mapping[str, nn.Module], layer: nn.ConvTranspose3d) -> nn.GroupNorm | None:
+    """Returns the norm of a chain that begins with a ReLU and a GroupNorm over the convolution's output channels."""
+    if not chain.words.startswith("conv -> relu -> group_norm") or len(chain.nodes) < 2:
+        return None
+    relu, norm = chain.nodes[:2]
+    module = modules.get(str(norm.target)) if norm.op == "call_module" else None
+    row = list(chain.convolution.users) == [relu] and list(relu.users) == [norm] and norm.all_input_nodes == [relu]
+    if not row or not isinstance(module, nn.GroupNorm) or relu.all_input_nodes != [chain.convolution]:
+        return None
+    return module if module.num_channels == layer.out_channels else None
+
+
+# ---- plans
+
+
+class Explored:
+    """Holds the chains of a module's forward for one kind of call."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        is_up: Callable[[nn.Module], bool],
+        training: bool | None = None,
+    ) -> None:
+        # Modules are looked at before the forward is read: then functions of PyTorch are watched.
+        ups = {each for each in module.modules() if is_up(each)}
+        opened = {each for each in module.modules() if _is_opened(each, ups)}
+        self.module = module
+        self.read = reading.read(module, function, arguments, opened.__contains__, training)
+        modules = self.read.modules
+
+        def is_convolution(node: fx.Node) -> bool:
+            found = modules.get(str(node.target)) if node.op == "call_module" else None
+            return found in ups and len(node.args) == 1 and not node.kwargs
+
+        self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
+        # Chains for reports: those of layers that run the forwards of their classes.
+        self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
+
+    def convolution(self, node: fx.Node) -> nn.ConvTranspose3d:
+        found = self.read.modules[str(node.target)]
+        assert isinstance(found, nn.ConvTranspose3d)
+        return found
+
+    def norms(self) -> dict[nn.Module, nn.GroupNorm]:
+        """Returns the norms of chains that begin with a ReLU and a GroupNorm, by their convolutions."""
+        layers = [(chain, self.convolution(chain.convolution)) for chain in self.chains]
+        found = {layer: _triple(chain, self.read.modules, layer) for chain, layer in layers}
+        return {layer: norm for layer, norm in found.items() if norm is not None}
+
+    def has_own_forwards(self, chain: Chain) -> bool:
+        """Tells whether the layers of a chain run the forwards that the source files of their classes define."""
+        layers = self.touched(chain)
+        return Layers(layers).as_defined and not any("forward" in layer.__dict__ for layer in layers)
+
+    def touched(self, chain: Chain) -> list[nn.Module]:
+        """Returns the modules of a chain, the modules that it runs behind, and the sequences that were opened."""
+        nodes = (chain.convolution, *chain.nodes, *chain.between)
+        named = [self.read.modules[str(node.target)] for node in nodes if node.op == "call_module"]
+        inside = [each for module in named for each in module.modules()]
+        opened = [module for module in self.read.opened if module is not self.module]
+        return [*inside, *opened]
+
+
+def _is_opened(module: nn.Module, ups: set[nn.Module]) -> bool:
+    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail."""
+    if not is_sequence(module) or not plain.is_plain(module):
+        return False
+    children = list(module.children())
+    if any(child in ups or _is_opened(child, ups) for child in children):
+        return True
+    return bool(children) and all(_may_be_held(child) or _is_opened(child, ups) for child in children)
+
+
+def _may_be_held(module: nn.Module) -> bool:
+    node = fx.Graph()
+    called = node.call_module("part", (node.placeholder("z"),))
+    return vocabulary.of_module(called, module, training=False).held
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Tells whether a module runs its children in a row, as `nn.Sequential` does."""
+    return isinstance(module, nn.Sequential) and written_forward(type(module)) is nn.Sequential.forward
+
+
+def written_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Returns the forward of a class as it is written, without the classes that fusing derives."""
+    base = kind.__dict__.get(BASE) or next(
+        (each.__dict__[BASE] for each in kind.__mro__ if BASE in each.__dict__), kind
+    )
+    forward: Callable[..., Any] = base.forward
+    return forward
+
+
+class Plan:
+    """Holds a function that does the same as a forward, or None if there is no such function.
+
+    It holds as long as its conditions are met, the layers of its chains are plain, and those of other chains are not.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        function: Callable[..., Any] | None = None,
+        layers: Sequence[Layers] = (),
+        others: Sequence[Layers] = (),
+    ) -> None:
+        self.function, self._conditions = function, conditions
+        self._layers, self._others = layers, others
+
+    def holds(self) -> bool:
+        if not self._conditions.hold():
+            return False
+        for layers in self._layers:
+            if not layers.are_plain():
+                return False
+        return not any(layers.are_plain() for layers in self._others)
+
+
+def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequence[Any]) -> Plan:
+    """Returns the plan for a kind of call, in which `TENSOR` stands for a tensor."""
+    try:
+        explored = Explored(module, function, arguments, lambda layer: type(layer) is ConvTranspose3d)
+    except CannotRead as error:
+        return Plan(error.conditions)
+    read, conditions = explored.read, explored.read.conditions
+    _watch_modules(explored)
+    layers = {chain: Layers(explored.touched(chain)) for chain in explored.found.chains}
+    fused = [chain for chain in layers if layers[chain].are_plain()]
+    others = [layers[chain] for chain in layers if chain not in fused]
+    if not fused:
+        return Plan(conditions, None, (), others)
+
+    def call(chain: Chain) -> tuple[Callable[..., Any], Any]:
+        return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
+
+    chains.replace(read.graph, fused, call)
+    return Plan(conditions, _function(read.graph, type(module).__name__), [layers[chain] for chain in fused], others)
+
+
+def _function(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Returns a graph as a Python function, whose first argument is the module."""
+    code = graph.python_code("self")
+    space = dict(code.globals)
+    exec(compile(code.src, f"<fused forward of {name}>", "exec"), space)
+    found: Callable[..., Any] = space["forward"]
+    return found
+
+
+def _watch_modules(explored: Explored) -> None:
+    """Makes conditions of the attributes by which chains are found, and of all attributes of a chain's modules.
+
+    The mode of a norm is no condition: a chain looks at it in every call.
+    """
+    read, conditions = explored.read, explored.read.conditions
+    for each in {inner for named in read.modules.values() for inner in named.modules()}:
+        own = each.__dict__
+        for name in _DECIDING:
+            if name in own:
+                conditions.same(own, name, own[name])
+        if "p" in own:
+            conditions.same(own, "training", own["training"])
+    nodes = [node for chain in explored.found.chains for node in chain.nodes if node.op == "call_module"]
+    for part in {read.modules[str(node.target)] for node in nodes}:
+        for name, value in part.__dict__.items():
+            if not name.startswith("_") and name != "training" and not isinstance(value, Tensor):
+                conditions.same(part.__dict__, name, value)
+
+
+def _call(explored: Explored, chain: Chain) -> Callable[..., Any]:
+    layer = explored.convolution(chain.convolution)
+    norm = _triple(chain, explored.read.modules, layer)
+    if norm is not None and len(chain.nodes) == 2:
+
+        def triple(input: Tensor) -> Tensor:
+            return convolve_relu_group_norm(layer, norm, input)
+
+        return triple
+    fused = FusedChain(layer, chain, explored.read, explored.module)
+
+    def chained(input: Tensor, *passed: Any) -> Any:
+        return fused.forward(input, *passed)
+
+    return chained
+
+
+class Plans:
+    """Holds the plans of one module. Copies and pickles of the module make plans of their own."""
+
+    def __init__(self, owner: nn.Module | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
+        self._plans: dict[Any, list[Plan]] = {}
+        self._made = 0
+
+    def __deepcopy__(self, memo: Any) -> Plans:
+        return Plans()
+
+    def __reduce__(self) -> Any:
+        return Plans, ()
+
+    def find(
+        self, module: nn.Module, function: Callable[..., Any], key: Any, given: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """Returns the function for calls of a kind, or None if the forward runs as it is written."""
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = self._plans[key] = []
+        for plan in plans:
+            if plan.holds():
+                return plan.function
+        if self._made >= MOST_PLANS or sys.getprofile() is not None or plain.has_global_hooks():
+            return None
+        self._made += 1
+        plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
+        plans.append(plan)
+        return plan.function if plan.holds() else None
+
+
+class Signature:
+    """Holds the parameters of a forward, and sorts the arguments of calls by them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        self.fits = all(each.kind in kinds for each in parameters)
+        self.names = tuple(each.name for each in parameters)
+        self.defaults = tuple(
+            _MISSING if each.default is inspect.Parameter.empty else each.default for each in parameters
+        )
+
+    def sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Returns the arguments of a call in the order of the parameters, or None if they do not fit."""
+        if not kwargs and len(args) == len(self.names):
+            return args
+        if len(args) > len(self.names):
+            return None
+        rest = [kwargs.get(name, default) for name, default in zip(self.names, self.defaults, strict=True)][
+            len(args) :
+        ]
+        used = sum(name in kwargs for name in self.names[len(args) :])
+        if used != len(kwargs) or any(each is _MISSING for each in rest):
+            return None
+        return (*args, *rest)
+
+    def examples(self) -> list[tuple[Any, ...]]:
+        """Returns typical kinds of calls: with the defaults, and with tensors where the default is None."""
+        given = tuple(TENSOR if each is _MISSING else each for each in self.defaults)
+        more = tuple(TENSOR if each is _MISSING or each is None else each for each in self.defaults)
+        return [given] if given == more else [given, more]
+
+
+PLANS = "_plans_of_tconv3d"  # the attribute of a module that holds its plans
+
+
+def run(
+    module: nn.Module,
+    function: Callable[..., Any],
+    signature: Signature,
+    as_written: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs the forward `function` of a module with its chains fused, or `as_written` where that is not possible."""
+    given = signature.sorted(args, kwargs) if signature.fits and not torch._C._is_tracing() else None
+    if given is None:
+        return as_written(module, *args, **kwargs)
+    key: list[Any] = []
+    tensors, on_gpu = [], False
+    for each in given:
+        kind = type(each)
+        if kind in _TENSORS:
+            tensors.append(each)
+            key.append(TENSOR)
+            on_gpu = on_gpu or each.is_cuda
+        elif each is None:
+            key.append(None)
+        elif is_constant(each):
+            key.append((kind, repr(each)))  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
+        else:
+            return as_written(module, *args, **kwargs)
+    plans = module.__dict__.get(PLANS)
+    if plans is None:
+        plans = module.__dict__[PLANS] = Plans(module)
+    if plans.owner is None:
+        plans.owner = weakref.ref(module)
+    if plans.owner() is not module or not (on_gpu or current_backend() == "emulator"):
+        return as_written(module, *args, **kwargs)
+    found = plans.find(module, function, tuple(key), given)
+    return as_written(module, *args, **kwargs) if found is None else found(module, *tensors)
+
+
+# ---- sequences as they are written
+
+
+def run_in_a_row(sequence: nn.Module, input: Tensor) -> Tensor:
+    """Runs a sequence layer by layer, with the block for every plain ConvTranspose3d -> ReLU -> GroupNorm."""
+    if plain.forward_is_replaced(nn.Sequential):
+        return nn.Sequential.forward(sequence, input)  # type: ignore[arg-type]
+    layers: list[Any] = list(sequence._modules.values())
+    index = 0
+    while index < len(layers):
+        if type(layers[index]) is ConvTranspose3d and _runs_as_triple(layers[index : index + 3]):
+            input = convolve_relu_group_norm(layers[index], layers[index + 2], input)
+            index += 3
+        else:
+            input = layers[index](input)
+            index += 1
+    return input
+
+
+def _runs_as_triple(layers: Sequence[Any]) -> bool:
+    """Tells whether three layers form a triple that has no hooks and no replaced methods."""
+    return is_triple(layers) and not plain.has_global_hooks() and all(map(plain.is_plain_part, layers))
+
+
+def is_triple(layers: Sequence[Any]) -> bool:
+    """Tells whether a ReLU and a GroupNorm over the convolution's output channels follow the convolution."""
+    if len(layers) != 3:
+        return False
+    convolution, relu, norm = layers
+    return type(relu) is nn.ReLU and type(norm) is nn.GroupNorm and norm.num_channels == convolution.out_channels

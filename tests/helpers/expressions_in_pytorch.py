@@ -1,0 +1,128 @@
+"""Evaluates the expressions of tails with PyTorch, in place of kernels that would have to be compiled.
+
+With it, tests of how a tail is divided into stages and passes take milliseconds for a tail. The kernels themselves
+have tests of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tconv3d.tails.expressions import Expression
+from tconv3d.torch_ops import axis_executor, executor, tail_executor
+
+FUNCTIONS: dict[str, Any] = {
+    "Sum": torch.add, "Difference": torch.sub, "Product": torch.mul, "Quotient": torch.div, "Negative": torch.neg,
+    "Absolute": torch.abs, "Exponential": torch.exp, "ExponentialMinusOne": torch.expm1, "Logarithm": torch.log,
+    "LogarithmOfOnePlus": torch.log1p, "SquareRoot": torch.sqrt, "ReciprocalSquareRoot": torch.rsqrt,
+    "Reciprocal": torch.reciprocal, "HyperbolicTangent": torch.tanh, "ErrorFunction": torch.erf,
+    "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Largest": torch.maximum, "Smallest": torch.minimum,
+    "Power": torch.pow, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt, "LessOrEqual": torch.le,
+    "Equal": torch.eq, "NotEqual": torch.ne, "Both": torch.logical_and, "Either": torch.logical_or,
+    "Not": torch.logical_not,
+}  # fmt: skip
+
+
+def parsed(text: str) -> Expression:
+    """Returns the expression that a C++ type names."""
+    words = re.findall(r"tconv3d::\w+|[<>,]|-?\w+", text)
+    expression, rest = _parsed(words)
+    assert not rest
+    return expression
+
+
+def _parsed(words: list[str]) -> tuple[Expression, list[str]]:
+    name, rest = words[0].removeprefix("tconv3d::"), words[1:]
+    numbers: list[str] = []
+    operands: list[Expression] = []
+    if rest and rest[0] == "<":
+        while rest[0] != ">":
+            rest = rest[1:]
+            if rest[0].startswith("tconv3d::"):
+                operand, rest = _parsed(rest)
+                operands.append(operand)
+            else:
+                numbers.append(rest[0])
+                rest = rest[1:]
+        rest = rest[1:]
+    return Expression(name, tuple(operands), tuple(numbers)), rest
+
+
+def evaluated(
+    text: str, x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor], bound: tuple[Tensor, ...] = ()
+) -> Tensor:
+    """Returns an expression of every element of x, [N, C, D, H, W]. `bound` are local numbers that exist already."""
+    places = (..., None, None, None)
+
+    def value(expression: Expression, bound: tuple[Tensor, ...]) -> Tensor:
+        name, numbers = expression.name, expression.numbers
+        if name == "Value":
+            return x
+        if name in ("Vectored", "Whole", "Local"):
+            index = int(numbers[0])
+            if name == "Vectored":
+                assert vectors is not None
+                return vectors[index][places].to(x.dtype).expand(x.shape)
+            return wholes[index] if name == "Whole" else bound[index]
+        if name == "Number":
+            return torch.full_like(x, math.ldexp(int(numbers[0]), int(numbers[1])))
+        if name == "Infinity":
+            return torch.full_like(x, -math.inf if numbers[0] == "true" else math.inf)
+        if name == "Let":
+            return value(expression.operands[1], (*bound, value(expression.operands[0], bound)))
+        operands = [value(operand, bound) for operand in expression.operands]
+        if name == "Choice":
+            return torch.where(operands[0].bool(), operands[1], operands[2])
+        return FUNCTIONS[name](*operands).to(x.dtype)
+
+    return value(parsed(text), bound)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the kernels of forward passes, passes and sums until the test ends, and lists those called."""
+    called: list[str] = []
+
+    def convolved(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Any, tail: Any) -> Tensor:
+        z = F.conv_transpose3d(input, weight, bias, *convolution)
+        return z if tail is None else evaluated(tail.expression, z, tail.vectors, tail.wholes)
+
+    def forward(input: Tensor, weight: Any, bias: Any, convolution: Any, keep: bool = False, tail: Any = None) -> Any:
+        called.append("convolution")
+        return convolved(input, weight, bias, convolution, tail)
+
+    def with_statistics(
+        input: Tensor, weight: Any, bias: Any, groups: int, eps: float, convolution: Any, keep: bool = False,
+        tail: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        called.append("convolution with statistics")
+        u = convolved(input, weight, bias, convolution, tail)
+        variance, mean = torch.var_mean(u.reshape(u.shape[0], groups, -1), dim=2, correction=0)
+        return u, torch.stack([mean, (variance + eps).rsqrt()])
+
+    def evaluate(x: Tensor, text: str, vectors: Any, wholes: Any, dtype: torch.dtype, overwrite: bool) -> Tensor:
+        called.append("pass")
+        return evaluated(text, x, vectors, wholes).to(dtype).clone()
+
+    def sums(x: Tensor, texts: tuple[str, ...], vectors: Any, wholes: Any) -> Tensor:
+        called.append("sums")
+        return torch.stack([evaluated(text, x, vectors, wholes).sum((2, 3, 4)) for text in texts]).double()
+
+    def extreme(x: Tensor, which: str, text: str, vectors: Any, wholes: Any) -> Tensor:
+        called.append("extreme")
+        found = evaluated(text, x, vectors, wholes, (x,))  # the first local number is the extreme itself
+        return (found.amax((2, 3, 4)) if which == "Largest" else found.amin((2, 3, 4)))[None]
+
+    monkeypatch.setattr(executor, "forward", forward)
+    monkeypatch.setattr(executor, "forward_with_statistics", with_statistics)
+    monkeypatch.setattr(tail_executor, "evaluate", evaluate)
+    monkeypatch.setattr(tail_executor, "sums", sums)
+    monkeypatch.setattr(axis_executor, "extreme", extreme)
+    return called
