@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # `accelerate` sets this attribute on every swapped layer. Copies and pickles carry the attribute along, so `restore`
 # works on them too. Layers that were built as `tconv3d.ConvTranspose3d` lack it, and `restore` leaves them alone.
 _MARK = "_swapped_by_tconv3d"
-_UNREAD = "no forward that can be read calls it"
+_UNREAD = "no forward was found that calls it"
 
 
 @dataclass(frozen=True)

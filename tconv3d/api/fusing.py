@@ -50,23 +50,19 @@ def find(model: nn.Module, is_up: IsUp) -> Fusable:
     """
     found = Fusable([], {}, {})
     for module in model.modules():
-        if _calls_one(module, is_up):
-            why = _why_not(module)
-            other = "in evaluation" if module.training else "in training"
-            own = (
-                []
-                if why
-                else [
-                    _look_at(found, module, is_up, None, ""),
-                    _look_at(found, module, is_up, not module.training, other),
-                ]
-            )
-            if any(each is True for each in own):
-                found.modules.append(module)
-            if why or all(isinstance(each, str) for each in own):
-                for layer in _layers_of(module, is_up):
-                    text = why or next(each for each in own if isinstance(each, str))
-                    found.reasons.setdefault(layer, f"the forward of {type(module).__name__} is not read: {text}")
+        if not _calls_one(module, is_up):
+            continue
+        why = _why_not(module)
+        other = "in evaluation" if module.training else "in training"
+        modes = () if why else ((None, ""), (not module.training, other))
+        seen = [_look_at(found, module, is_up, training, when) for training, when in modes]
+        if True in seen:
+            found.modules.append(module)
+        reasons = [why] if why else [each for each in seen if isinstance(each, str)]
+        if len(reasons) > len(seen) - 1:  # in no mode can it be read
+            text = f"the forward of {type(module).__name__} is not read: {reasons[0]}"
+            for layer in _layers_of(module, is_up):
+                found.reasons.setdefault(layer, text)
     return found
 
 
@@ -100,7 +96,9 @@ def _look_at(found: Fusable, module: nn.Module, is_up: IsUp, training: bool | No
 
 def _calls_one(module: nn.Module, is_up: IsUp) -> bool:
     """Tells whether a module has a transposed convolution among its children, or in a container among them."""
-    return not is_up(module) and bool(_layers_of(module, is_up))
+    if is_up(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return bool(_layers_of(module, is_up))
 
 
 def _layers_of(module: nn.Module, is_up: IsUp) -> list[nn.Module]:
@@ -116,8 +114,6 @@ def _layers_of(module: nn.Module, is_up: IsUp) -> list[nn.Module]:
 def _why_not(module: nn.Module) -> str | None:
     """Returns why the forward of a module cannot be replaced, or None if it can."""
     kind = type(module)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return "it is a container"
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript has compiled it"
     if isinstance(module, fx.GraphModule):
