@@ -320,7 +320,7 @@ MUTANTS = {
     "the row of taps before": ("mma", "windows[kAfter.row % 2]", "windows[0]"),
     "the weights of this tap": ("mma", "load_columns<kNext>(b[kNext % 2]", "load_columns<kNow>(b[kNext % 2]"),
     "channels after the last": ("mma_copies", "if (inside && channel + 1 < C::kReduced)", "if (inside)"),
-    "no bound of the halo": ("mma_copies", "x_h < args.x_size.h && x_w >= 0", "x_h < args.x_size.h"),
+    "no bound of the halo": ("mma_copies", "x_w >= 0 && x_w < args.x_size.w", "x_w < args.x_size.w"),
     "a step too early": ("mma", "ptx::copy_wait<C::kStages - 2>();", "ptx::copy_wait<C::kStages - 1>();"),
     "half of a pair": ("mma_stores", "to[single] = from[single];", "(void)single;"),
 }
