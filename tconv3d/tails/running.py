@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import axis_executor, executor, pool_executor, tail_executor
+from ..torch_ops import axis_executor, pool_executor, tail_executor
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
+from ..torch_ops.runner import RUNNER, Runner
 from .axes import AxisPass
 from .expressions import VALUE
 from .gradients import backward
@@ -44,7 +45,13 @@ class Prepared:
     _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
 
     def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any] = ()
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        extra: Sequence[Any] = (),
+        runner: Runner = RUNNER,
     ) -> Any:
         """Returns what the tail gives for the convolution's result."""
         s = self.stages
@@ -58,9 +65,9 @@ class Prepared:
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
             if s.statistics is None:
                 used = None if s.epilogue == VALUE else tail
-                return executor.forward(input, weight, bias, convolution, keep=True, tail=used)
-            result, found = executor.forward_with_statistics(
-                input, weight, bias, s.statistics.groups, 0.0, convolution, keep=True, tail=tail
+                return runner.forward(input, weight, bias, convolution, True, used)
+            result, found = runner.forward_with_statistics(
+                input, weight, bias, s.statistics.groups, convolution, True, tail
             )
             env.update(means_and_variances(found, s.statistics))
             return result
@@ -69,7 +76,7 @@ class Prepared:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
             env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
-        run_rounds(s.graph, s.rounds, env)
+        run_rounds(s.graph, s.rounds, env, runner=runner)
         return outputs(s.graph, env)
 
     def _tail(self, env: Env) -> Tail:
@@ -128,25 +135,34 @@ class Differentiable:
         if gradient is not None:
             self.gradient = gradient
 
-    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[Tensor, ...]:
+    def run(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        runner: Runner = RUNNER,
+    ) -> tuple[Tensor, ...]:
         """Returns the tail's result, z, and the sums, means and variances over space that the tail takes."""
         s = self.plain
         env: Env = {node: getattr(s.graph, node.target) for node in s.graph.graph.nodes if node.op == "get_attr"}
         if s.statistics is None:
-            z = executor.forward(input, weight, bias, convolution)
+            z = runner.forward(input, weight, bias, convolution, False, None)
         else:
-            z, found = executor.forward_with_statistics(
-                input, weight, bias, s.statistics.groups, 0.0, convolution, tail=Tail(VALUE.cpp)
+            z, found = runner.forward_with_statistics(
+                input, weight, bias, s.statistics.groups, convolution, False, Tail(VALUE.cpp)
             )
             env.update(means_and_variances(found, s.statistics))
         env[s.fed] = z
         _compute(s.constants, env)
-        run_rounds(s.graph, s.rounds, env, keep=True)
+        run_rounds(s.graph, s.rounds, env, keep=True, runner=runner)
         saved = [env[node] for node in self.reduced]
         flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
         return outputs(s.graph, env), z, *flat
 
-    def gradients(self, z: Tensor, grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor | None]:
+    def gradients(
+        self, z: Tensor, grad: Tensor, saved: Sequence[Tensor], runner: Runner = RUNNER
+    ) -> list[Tensor | None]:
         """Returns the gradients of z and of the wanted captured tensors; `saved` is what `run` returned after z."""
         g = self.gradient
         env: Env = {node: getattr(g.graph, node.target) for node in g.graph.graph.nodes if node.op == "get_attr"}
@@ -155,12 +171,14 @@ class Differentiable:
             env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
         env[g.value], env[g.grad] = z, _like(z, grad) if grad.shape == z.shape else grad
         _compute(g.constants, env)
-        run_rounds(g.graph, g.rounds, env, keep=True)
+        run_rounds(g.graph, g.rounds, env, keep=True, runner=runner)
         found: list[Tensor | None] = list(outputs(g.graph, env))
         return found
 
 
-def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False) -> None:
+def run_rounds(
+    graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False, runner: Runner = RUNNER
+) -> None:
     """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise."""
     formed: Env = {}  # what passes have written, with five dimensions
     for each in divided.rounds:
@@ -168,19 +186,21 @@ def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = F
         if axis_executor.is_channels_last(x) != each.channels_last:  # passes are planned for one layout
             x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
         kept = each is not divided.rounds[-1] or (keep and each.value is divided.rounds[0].value)
-        _run_round(graph, each, x, env, formed, kept)
+        _run_round(graph, each, x, env, formed, kept, runner)
     _compute(divided.left, env)
 
 
-def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool) -> None:
+def _run_round(
+    graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool, runner: Runner
+) -> None:
     for each in rounds.sums:
         _compute_ready(rounds.small, env)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
         operands = _operands(each.launch.vectors, each.launch.wholes, env, x)
         if extreme := each.reductions[0].extreme:
-            found = axis_executor.extreme(x, extreme, expressions[0], *operands)
+            found = axis_executor.extreme(x, extreme, expressions[0], *operands, runner)
         else:
-            found = tail_executor.sums(x, expressions, *operands)
+            found = tail_executor.sums(x, expressions, *operands, runner)
         for reduction, total in zip(each.reductions, found, strict=True):
             env[reduction.node] = _finished(reduction, total)
     _compute_ready(rounds.small, env)
@@ -188,26 +208,26 @@ def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, forme
     keep = keep or bool(needed & _aliases(rounds.value))
     for one in rounds.passes:
         overwrite = not keep and one is rounds.passes[-1]
-        y = _run_pass(one, x, env, overwrite)
+        y = _run_pass(one, x, env, overwrite, runner)
         formed[one.node], env[one.node] = y, y.reshape(one.node.meta["val"].shape)
 
 
-def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool) -> Tensor:
+def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -> Tensor:
     dtype = one.node.meta["val"].dtype
     if isinstance(one, Written):
         operands = _operands(one.launch.vectors, one.launch.wholes, env, x)
-        return tail_executor.evaluate(x, one.launch.expressions[0].cpp, *operands, dtype, overwrite)
+        return tail_executor.evaluate(x, one.launch.expressions[0].cpp, *operands, dtype, overwrite, runner)
     vectors, wholes = _operands(one.vectors, one.wholes, env, x)
     if isinstance(one, PoolPass):
         how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
-        return pool_executor.run(x, *how, vectors, wholes, dtype)
+        return pool_executor.run(x, *how, vectors, wholes, dtype, runner)
     if isinstance(one, GatherPass):
         indices = None if one.indices is None else env[one.indices]
         pool = env[one.grad], indices, one.windows
-        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype)
+        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype, runner)
     program = one.program.cpp, one.sweeps, one.each
     sides = _placed(one, env, x), _along(one, env, x)
-    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite)
+    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner)
 
 
 def _aliases(value: fx.Node) -> set[fx.Node]:
