@@ -24,6 +24,12 @@ from .tracing import nothing_written, writes
 aten = torch.ops.aten
 
 _MAY_BE_LEFT = (aten.sum, aten.mean, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy)  # sums for parameters
+# Operators by which PyTorch's gradients overwrite a tensor that they have just made (a mask of a clamp, the gradient of
+# a norm), with those that return a new tensor.
+_OVERWRITING = {
+    aten.logical_and_.default: aten.logical_and.default,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+}
 _REPLACED = (aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward)
 
 
@@ -131,8 +137,8 @@ def _is_rounded_extreme(node: fx.Node, value: fx.Node) -> bool:
 def _clean(graph: fx.GraphModule) -> None:
     """Removes what no gradient needs; writes to captured tensors are the forward pass's."""
     for node in reversed(list(graph.graph.nodes)):
-        if node.target is aten.logical_and_.default:  # the gradient of a clamp overwrites a mask of its own
-            node.target = aten.logical_and.default
+        if node.target in _OVERWRITING:
+            node.target = _OVERWRITING[node.target]
         elif node.op == "call_function" and writes(node) and node.args[0].op == "get_attr" and not node.users:
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()

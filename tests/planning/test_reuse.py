@@ -23,7 +23,7 @@ from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Input
 from tconv3d.families.halo.job import job_of
-from tconv3d.planning import planner
+from tconv3d.planning import aligning, planner
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.launch import Launch
 from tconv3d.planning.problem import Pass, Problem
@@ -146,8 +146,10 @@ def test_weight_gradients_take_nothing_for_granted_that_another_volume_had(name:
         planner.forget()
         for problem in turn:
             found = planner.plan(problem, executor.EMULATED)
+            copied = any(launch.kernel == aligning.KERNEL for launch in found.launches)  # dy with longer lines
+            read = aligning.inner(problem) if copied else problem
             mains = [launch for launch in found.launches if launch.kernel == "hopper_weight_grad"]
-            assert not [words for launch in mains if (words := misread(problem, launch))]
+            assert not [words for launch in mains if (words := misread(read, launch))]
 
 
 def test_rows_that_a_launch_has_rounded_are_not_rounded_again_by_consumers() -> None:

@@ -9,6 +9,7 @@ namespace tconv3d {
 template <class C, int kLocalCount>
 struct PoolElement {
   using Acc = typename C::Acc;
+  static constexpr bool kRounded = sizeof(typename C::Scalar) == 2;
   static constexpr int kLocals = kLocalCount;
   static constexpr int kTensors = C::kWholes + 1;
 

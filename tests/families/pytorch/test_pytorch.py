@@ -18,7 +18,8 @@ from tconv3d.planning.offers import Offer, Refusal, Wanted
 from tconv3d.planning.problem import Device, Norm, Pass
 from tconv3d.tools.bench import results
 from tconv3d.tools.bench.layers import LAYERS, random_layers
-from tconv3d.tools.calibrate import _problems, fit_rates, predict, pytorch_times
+from tconv3d.tools.bench.problems import problems_of_layer
+from tconv3d.tools.calibrate import fit_rates, predict, pytorch_times
 
 LAYER = Layer(16, 24, (4, 5, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1))
 FORWARD = problem(LAYER, Pass.FORWARD)
@@ -94,7 +95,7 @@ def test_by_prediction_it_is_taken_only_beyond_its_error(
 
 @pytest.mark.parametrize("name", ["nnunet_64_32_64", "gan_256_128_8", "depthwise_64"])
 def test_plans_for_the_h200_are_ours(name: str) -> None:
-    asked = _problems(LAYERS[name], "tf32", "contiguous")
+    asked = problems_of_layer(LAYERS[name], "tf32", "contiguous")
     for problems_ in (asked[:1], asked[1:]):
         wanted = {each.which: each for each in problems_}
         assert planner.taken(wanted, H200, pytorch=True) == planner.taken(wanted, H200)
@@ -120,5 +121,5 @@ def test_the_rates_are_the_fit_of_the_stored_results() -> None:
 def test_random_layers_are_not_given_away_by_prediction() -> None:
     """Measured on the H200, none of these layers was faster in PyTorch."""
     for layer in list(random_layers(60, 0).values())[:6]:
-        wanted = {Pass.FORWARD: _problems(layer, "tf32", "contiguous")[0]}
+        wanted = {Pass.FORWARD: problems_of_layer(layer, "tf32", "contiguous")[0]}
         assert planner.taken(wanted, H200, pytorch=True)[0].kernel != "pytorch"
