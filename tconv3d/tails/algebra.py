@@ -291,9 +291,8 @@ def _range_sums(x: Tensor, dims: Sequence[int], ranges: Sequence[Sequence[range]
             sums = [_sum_of(x, dim, each, kind) for each in several]
         else:
             middle = _sum_of(x, dim, core, kind)
-            before = [_sum_of(x, dim, range(each.start, core.start), kind) for each in several]
-            behind = [_sum_of(x, dim, range(core.stop, each.stop), kind) for each in several]
-            sums = [middle + first + last for first, last in zip(before, behind, strict=True)]
+            around = [(range(each.start, core.start), range(core.stop, each.stop)) for each in several]
+            sums = [sum([_sum_of(x, dim, part, kind) for part in parts if part], middle) for parts in around]
         x, kind = torch.stack(sums, -1), torch.float64  # what is left is small
     extra = tuple(range(5, x.dim()))
     return x.permute(0, 1, *extra, 2, 3, 4).reshape(x.shape[0], -1, *x.shape[2:5])

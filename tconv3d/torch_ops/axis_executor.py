@@ -88,7 +88,8 @@ def extreme(
     """
     dims, others = (frozenset({4}), (2, 3)) if is_channels_last(x) else (frozenset({3, 4}), (2,))
     step = f"tconv3d::Reduced<tconv3d::Finding{which}, {expression}>"
-    program = f"tconv3d::AxisProgram<tconv3d::EachPosition<tconv3d::Local<0>>, {step}>"
+    steps = f"tconv3d::Then<{step}, tconv3d::Done>"
+    program = f"tconv3d::AxisProgram<tconv3d::EachPosition<tconv3d::Local<0>>, {steps}>"
     wide = statistics_dtype(x.dtype)
     found = run(x, dims, program, 1, False, vectors, wholes, None, None, wide, False, runner)
     return (found.amax(others) if which == "Largest" else found.amin(others)).reshape(1, *x.shape[:2])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
 from ..bench.layers import Layer
+from .chain import Chain
+from .chain_text import chain_text, shapes_text
 from .cuda_source import cuda_source, described
 from .host_source import function_names, host_source
 from .passes import ANY, DEVICES, Operation, macro
@@ -138,6 +142,7 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
+VIEWS = ("view", "reshape", "expand", "permute", "squeeze", "unsqueeze", "getitem")
 NO_BACKWARD = """    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> None:
         raise RuntimeError("this file was exported with --forward-only: export it without for gradients")"""
@@ -207,17 +212,28 @@ BLOCK_BACKWARD = """    @staticmethod
             kernels.weight_grad(dz, x) if wanted[1] else None,
 {bias_gradient}            *dparameters,
         )"""
-DENSE = """def dense(vector: Tensor) -> Tensor:
-    return written(vector).contiguous()
+DENSE = """def dense(tensor: Tensor) -> Tensor:
+    tensor = written(tensor).contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 """
 
 
 def python_file(
-    name: str, reference: Reference, operations: Sequence[Operation], command: str, emulated: bool = False
+    name: str,
+    reference: Reference,
+    operations: Sequence[Operation],
+    command: str,
+    emulated: bool = False,
+    chain: Chain | None = None,
+    why_not: str = "",
 ) -> str:
-    """Returns the text of the file; `name` begins the name of the compiled extension."""
+    """Returns the text of the file; `name` begins the name of the compiled extension.
+
+    `chain` is the convolution with what follows it. If it is not given, `why_not` says why PyTorch computes what
+    follows, if anything does.
+    """
     layer = reference.layer
     variants = list(operations[0].plans)
     precisions, layouts, gpus = (
@@ -227,25 +243,32 @@ def python_file(
     cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
     several = len(variants) > 1
+    convolves = chain is None or not (forward_only or chain.training)
+    together = any(each.name == "backward" for each in operations)
+    model, imports = reference.written(
+        None if chain is None else list(chain.paths.values()), chain is None or not convolves
+    )
+    functions = [_operation(layer, together, forward_only)] if convolves else []
+    functions += [chain_text(chain, layer, together, forward_only, NO_BACKWARD)] if chain is not None else []
     text = FILE.format(
         title=_title(reference),
         settings=_sentence(str(layer)),
-        how=_how(operations),
+        how=_how(operations) + _notes(chain, why_not, forward_only),
         holds=_holds(precisions, layouts, gpus, forward_only),
         command=command,
         version=__version__,
-        imports=f"{reference.imports}\n" if reference.imports else "",
+        imports=f"{imports}\n" if imports else "",
         shape=layer.input_shape,
         weight_shape=layer.weight_shape,
         layer_settings=_settings(layer),
-        norm_settings=_norm_settings(reference),
+        norm_settings=_norm_settings(reference) + _model_settings(reference, chain),
         precisions=", ".join(f'"{each}"' for each in precisions) + ("," if len(precisions) == 1 else ""),
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
         capabilities=", ".join(f'{DEVICES[gpu].capability}: "{macro(gpu)}"' for gpu in reversed(gpus)),
         capability_values="the macro of the kernels that run there" if several else "the name of its GPU",
-        model=reference.model,
-        operation=_operation(layer, any(each.name == "backward" for each in operations), forward_only),
-        dense=DENSE if layer.bias or layer.norm_groups else "",
+        model=model,
+        operation="\n\n\n".join(functions),
+        dense=DENSE if any("dense(" in each for each in functions) else "",
         choose_gpu=_choose_gpu(gpus, several),
         defines=_DEFINES if several else "",
         more=", *defines" if several else "",
@@ -256,6 +279,11 @@ def python_file(
     )
     if forward_only:
         text = text.replace("from torch.autograd.function import once_differentiable\n", "")
+    if "functional." in model:
+        text = text.replace("from torch import Tensor, nn\n", "from torch import Tensor, nn\n", 1)
+        text = text.replace(
+            "from torch.utils.cpp_extension", "from torch.nn import functional\nfrom torch.utils.cpp_extension", 1
+        )
     return text
 
 
@@ -296,13 +324,39 @@ def _how(operations: Sequence[Operation]) -> str:
     lines = []
     for operation in operations:
         plan = next(iter(operation.plans.values()))
-        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {described(plan)}"))
+        computed = f" Computes {operation.note}." if operation.note else ""
+        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {described(plan)}{computed}"))
     return "".join(lines)
 
 
-def _wrapped(text: str) -> str:
-    import textwrap
+def _notes(chain: Chain | None, why_not: str, forward_only: bool) -> str:
+    """Says what moves into the weight, and what PyTorch computes."""
+    notes = [f"PyTorch computes what follows the convolution, because {why_not}."] if why_not else []
+    if chain is not None:
+        notes += [f"{_sentence(chain.moved)} moves into the weight, which is computed once."] if chain.moved else []
+        left = [each for each in chain.left if each not in VIEWS]
+        notes += [f"PyTorch computes behind the kernels: {', '.join(left)}."] if left else []
+        if not forward_only and chain.training is None:
+            notes.append(
+                "In calls with gradients PyTorch computes what follows the convolution, and differentiates it; "
+                "the convolution and its gradients are kernels of this file."
+            )
+    return "".join(_wrapped(f"- {each}") for each in notes)
 
+
+def _model_settings(reference: Reference, chain: Chain | None) -> str:
+    """Writes the constants of the model that the file has in its code."""
+    found = reference.match.settings(chain is not None)
+    lines = [f'    "{path}": {{\n' + _entries(values, 8) + "    },\n" for path, values in found.items()]
+    text = "MODEL_SETTINGS = {  # by the path of the module\n" + "".join(lines) + "}\n" if lines else ""
+    return text + (shapes_text(chain) if chain is not None else "")
+
+
+def _entries(values: dict[str, Any], columns: int) -> str:
+    return "".join(f'{" " * columns}"{name}": {value!r},\n' for name, value in values.items())
+
+
+def _wrapped(text: str) -> str:
     return "".join(f"{line}\n" for line in textwrap.wrap(text, 116, subsequent_indent="  "))
 
 
@@ -360,7 +414,7 @@ def _settings(layer: Layer) -> str:
         "dilation": layer.dilation,
         "bias": layer.bias,
     }
-    return "".join(f'    "{name}": {value!r},\n' for name, value in values.items())
+    return _entries(values, 4)
 
 
 def _norm_settings(reference: Reference) -> str:
