@@ -1,8 +1,8 @@
 """Makes a convolution and what follows it the operations of a file, and the lines of Python that call them.
 
-The library divides what follows into an epilogue and passes (`tails/`); `recording` writes down what it launches. With
-gradients, passes compute the gradients too where the library has them for a tail; otherwise PyTorch differentiates
-the written tail, behind the convolution's own gradient kernels.
+The library divides what follows into an epilogue and passes (`tails/`); `recording` writes down what it launches.
+Where the library has passes for the gradients of a tail, the file has them too; otherwise PyTorch differentiates the
+written tail, behind the convolution's own gradient kernels.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def chain_text(chain: Chain, layer: Layer, together: bool, forward_only: bool, n
         backward = _backward(chain, chain.training, layer, together)
     else:
         forward, backward = INFERRED_ONLY.format(arguments=arguments), no_backward
-    checked = [name for name in chain.shapes]
+    checked = list(chain.shapes)
     calls = ", ".join(f"{name}={name}" for name in checked)
     text = CHAIN.format(
         parameters=parameters,
@@ -106,7 +106,8 @@ def chain_text(chain: Chain, layer: Layer, together: bool, forward_only: bool, n
         check_shapes=f"    check_shapes({calls})\n" if checked else "",
         body=body.format(
             arguments=arguments, parameters=parameters, ready=ready, forward=forward, backward=backward
-        ).rstrip("\n"),
+        ).rstrip("\n")
+        + "\n",
     )
     text += INFERRED.format(parameters=parameters, lines=_indented(chain.inferred, 4).rstrip("\n"))
     text += _kept(chain.constants) if chain.constants else ""

