@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..bench.layers import Layer
 from .chain import Chain, Constants, Training
+from .wrapping import wrapped
 
 CHAIN = '''def chain({parameters}) -> Tensor:
     """The transposed convolution of x and what follows it, by the kernels of this file{without}."""
@@ -112,7 +113,7 @@ def chain_text(chain: Chain, layer: Layer, together: bool, forward_only: bool, n
     text += INFERRED.format(parameters=parameters, lines=_indented(chain.inferred, 4).rstrip("\n"))
     text += _kept(chain.constants) if chain.constants else ""
     text += CHECK_SHAPES if checked else ""
-    return (text + ("" if applied else RECORDS)).rstrip("\n")
+    return "\n".join(wrapped((text + ("" if applied else RECORDS)).rstrip("\n").split("\n")))
 
 
 def shapes_text(chain: Chain) -> str:

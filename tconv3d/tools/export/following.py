@@ -81,10 +81,18 @@ def find(traced: fx.GraphModule, convolution: fx.Node) -> Following | str:
 
 
 def behind(traced: fx.GraphModule, convolution: fx.Node) -> dict[fx.Node, None]:
-    """Returns the nodes that depend on a convolution, in order."""
+    """Returns the nodes that depend on a convolution, or come after it and depend on parameters alone, in order."""
     found: dict[fx.Node, None] = {}
+    given: set[fx.Node] = set()  # nodes that depend on the model's inputs
+    passed = False
     for node in traced.graph.nodes:
-        if node.op != "output" and any(each is convolution or each in found for each in node.all_input_nodes):
+        inputs = node.all_input_nodes
+        passed = passed or node is convolution
+        if node.op == "placeholder" or any(each in given for each in inputs):
+            given.add(node)
+        if node.op in ("output", "get_attr") or node is convolution:
+            continue
+        if any(each is convolution or each in found for each in inputs) or (passed and node not in given):
             found[node] = None
     return found
 

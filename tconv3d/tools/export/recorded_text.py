@@ -18,7 +18,6 @@ from .recording import Recording, Ref, Step
 
 aten = torch.ops.aten
 
-WIDTH = 106  # columns of a line, without its indentation
 INLINE = 60  # columns up to which an expression may grow before it gets a line and a name of its own
 INFIX = {aten.add: "+", aten.sub: "-", aten.mul: "*", aten.div: "/", aten.mm: "@", aten.bmm: "@", aten.pow: "**"}
 VIEWS = (aten.view, aten._unsafe_view, aten.reshape)
@@ -72,10 +71,10 @@ class Writer:
                     self.viewed[ref] = step.args[0]
                 continue
             if step.writes and not isinstance(step.target, Operation):
-                self.lines += _wrapped("", text.text)
+                self.lines.append(text.text)
                 continue
             names = [self._name(ref, step) for ref in step.results]
-            self.lines += _wrapped(f"{', '.join(names)} = ", text.text)
+            self.lines.append(f"{', '.join(names)} = {text.text}")
 
     def of(self, value: Any) -> str:
         """Writes a result of the recording, tensors or nothing."""
@@ -114,7 +113,7 @@ class Writer:
         whole = self._value(step.args[0])
         if not whole.text.isidentifier():
             name = self._free("parts")
-            self.lines += _wrapped(f"{name} = ", whole.text)
+            self.lines.append(f"{name} = {whole.text}")
             whole = Text(name)
         self.values.update({ref: Text(f"{whole.text}[{i}]") for i, ref in enumerate(step.results)})
 
@@ -202,37 +201,6 @@ def _uses(steps: Iterable[Step]) -> dict[Ref, int]:
         for ref in step.refs:
             found[ref] = found.get(ref, 0) + 1
     return found
-
-
-def _wrapped(start: str, text: str) -> list[str]:
-    """Returns an assignment as one line, or with what its last bracket holds on lines of their own."""
-    if len(start) + len(text) <= WIDTH or text[-1:] not in (")", "]"):
-        return [start + text]
-    opening = _opening(text)
-    inside = text[opening + 1 : -1]
-    pieces, depth, last = [], 0, 0
-    for i, letter in enumerate(inside):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            pieces.append(inside[last:i].strip())
-            last = i + 1
-    pieces.append(inside[last:].strip())
-    lines = [line for piece in pieces for line in _with_comma(_wrapped("", piece))]
-    return [start + text[: opening + 1], *(f"    {line}" for line in lines), text[-1]]
-
-
-def _with_comma(lines: list[str]) -> list[str]:
-    return [*lines[:-1], f"{lines[-1]},"]
-
-
-def _opening(text: str) -> int:
-    """Returns the place of the bracket that the last one closes."""
-    depth = 0
-    for i in range(len(text) - 1, -1, -1):
-        depth += (text[i] in ")]}") - (text[i] in "([{")
-        if depth == 0:
-            return i
-    return 0
 
 
 def divided(recording: Recording, moving: Collection[Ref]) -> tuple[list[Step], list[Step]]:

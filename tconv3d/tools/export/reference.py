@@ -28,6 +28,7 @@ from ..bench.layers import Layer
 from . import following
 from .following import Following, plain_settings
 from .passes import EPS, NotExportableError
+from .wrapping import wrapped
 
 NEEDED = ("Model", "get_inputs", "get_init_inputs")
 _RELUS = (torch.relu, functional.relu, "relu")
@@ -245,7 +246,7 @@ class _Match:
         names: dict[fx.Node, str] = {}
         if before:
             lines.append("# PyTorch computes what comes before the convolution.")
-            lines += self._lines(before, names)
+            lines += self._lines(before, names, nodes[nodes.index(self.convolution) :])
         if chain is None:
             return lines + self._behind(behind, names)
         assert isinstance(self.following, Following)
@@ -273,17 +274,17 @@ class _Match:
             return [*lines[:-1], f"return {lines[-1].removeprefix(f'{last} = ')}"]
         return [*lines, f"return {last}"]
 
-    def _lines(self, nodes: Sequence[fx.Node], names: dict[fx.Node, str]) -> list[str]:
-        """Returns one line of PyTorch for every node."""
+    def _lines(self, nodes: Sequence[fx.Node], names: dict[fx.Node, str], moved: Sequence[fx.Node] = ()) -> list[str]:
+        """Returns one line of PyTorch for every node; `moved` nodes have come before others."""
         lines = []
         for node in nodes:
             text = self._call(node, names)
-            names[node] = self._name(node)
+            names[node] = self._name(node, moved=node in moved)
             lines.append(f"{names[node]} = {text}")
         return lines
 
-    def _name(self, node: fx.Node) -> str:
-        return "x" if len(node.users) == 1 and self._is_chain(node) else node.name
+    def _name(self, node: fx.Node, moved: bool = False) -> str:
+        return "x" if len(node.users) == 1 and self._is_chain(node) and not moved else node.name
 
     def _is_chain(self, node: fx.Node) -> bool:
         """Says whether a value can be called x: the next operation is the only one that takes it."""
@@ -362,12 +363,13 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
     has_doc = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     first = (body[0].end_lineno or 0) if has_doc else body[0].lineno - 1
     indent = " " * body[0].col_offset
+    forward = wrapped(indent + line for line in forward)
     renamed = [_renamed(line) for line in lines[model.lineno - 1 : first]]
     after = [_renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]]
     new = [
         *lines[: model.lineno - 1],
         *renamed,
-        *(indent + line for line in forward),
+        *forward,
         *after,
         *lines[model.end_lineno :],
     ]

@@ -351,7 +351,7 @@ class Base:
             return None
         found = self.value(node, scope)
         if found is None and kind == "type_identifier":
-            return Plain(node.text)
+            return None if _is_bound(node.text, scope) else Plain(node.text)
         return self.enclosing(found, scope) if isinstance(found, Template) else found
 
     def enclosing(self, template: Template, scope: Scope | None) -> Any:
@@ -431,8 +431,14 @@ class Base:
     def walk_function(
         self, declaration: Declaration, instance: Instance | None, given: dict[str, Any], values: Sequence[Any]
     ) -> None:
-        """Walks through a function with these template arguments; only lambdas matter among its arguments."""
-        closures = tuple(value if isinstance(value, Closure) else None for value in values)
+        """Walks through a function with these template arguments.
+
+        Among its arguments only lambdas matter, and lists in braces, which make objects of the parameters' types.
+        """
+        closures = tuple(
+            value if isinstance(value, Closure) else len(value) if isinstance(value, list) else None
+            for value in values
+        )
         self.times[declaration] = self.times.get(declaration, 0) + 1
         if self.times[declaration] > _MOST:  # a recursion whose end is not known
             given = dict.fromkeys(given)
@@ -474,6 +480,8 @@ class Base:
             name = declarator_name(declarator)
             type_ = self.wrapped(type_, declarator, scope)
             given = values[i] if i < len(values) else None
+            if isinstance(given, list):
+                self.brace(type_, given)
             if isinstance(given, Closure):
                 found: Any = given
             else:
@@ -495,6 +503,15 @@ class Base:
             self.bind(declarator, scope, values)
         self.queue.append((closure.node.need("body"), scope))
         return None
+
+
+def _is_bound(name: str, scope: Scope | None) -> bool:
+    """Tells whether a name is a parameter of a template, whose value need not be known."""
+    while scope is not None:
+        if name in scope.names:
+            return True
+        scope = scope.parent
+    return False
 
 
 def outer_with(instance: Instance) -> Scope:
