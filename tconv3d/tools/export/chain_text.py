@@ -14,25 +14,21 @@ CHAIN = '''def chain({parameters}) -> Tensor:
     if torch.is_autocast_enabled(DEVICE):
         raise RuntimeError("this file does not know autocast: cast input and parameters to one type")
     check({typed})
-{check_shapes}{body}'''
-PLAIN_BODY = """    layout = layout_of(x)
-{ready}    return inferred(compiled(x, layout), {arguments})
+{check_shapes}{choice}    return inferred({arguments})
+'''
+CHOICE = """    if records_gradients({arguments}):
+        return Chain.apply({arguments})
 """
-APPLIED = """    return Chain.apply({arguments})
-
+APPLIED = """
 
 class Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, {parameters}) -> Tensor:
-        layout = layout_of(x)
-{ready}        kernels = compiled(x, layout)
 {forward}
 {backward}
 """
-INFERRED_ONLY = """        return inferred(kernels, {arguments})
-"""
-RECORDED = """        if not any(ctx.needs_input_grad):
-            return inferred(kernels, {arguments})
+RECORDED = """        layout = layout_of(x)
+{ready}        kernels = compiled(x, layout)
 {lines}        ctx.layout = layout
         ctx.save_for_backward(x, weight, {saved})
         return {result}
@@ -50,8 +46,10 @@ BACKWARD = """    @staticmethod
 {bias_gradient}{others}        )"""
 INFERRED = '''
 
-def inferred(kernels: Any, {parameters}) -> Tensor:
+def inferred({parameters}) -> Tensor:
     """A call that records no gradients."""
+    layout = layout_of(x)
+{ready}    kernels = compiled(x, layout)
 {lines}
 '''
 KEPT = '''
@@ -79,41 +77,34 @@ def check_shapes(**tensors: Tensor) -> None:
         if tuple(tensor.shape) != SHAPES[name]:
             raise ValueError(f"this file was exported for {name} of shape {SHAPES[name]}, got {tuple(tensor.shape)}")
 """
-RECORDS = """
-
-def records_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-"""
 
 
 def chain_text(chain: Chain, layer: Layer, together: bool, forward_only: bool, no_backward: str) -> str:
     """Returns the functions of a chain; `together` says whether one operation computes all of its gradients."""
-    arguments = ", ".join(chain.names)
-    parameters = _parameters(chain.names)
+    arguments, parameters = ", ".join(chain.names), _parameters(chain.names)
     applied = forward_only or chain.training is not None
-    body = APPLIED if applied else PLAIN_BODY
-    ready = _indented(_ready(chain, layer), 8 if applied else 4)
-    if chain.training is not None:
-        forward = _recorded(chain.training, arguments)
-        backward = _backward(chain, chain.training, layer, together)
-    else:
-        forward, backward = INFERRED_ONLY.format(arguments=arguments), no_backward
-    checked = list(chain.shapes)
-    calls = ", ".join(f"{name}={name}" for name in checked)
+    calls = ", ".join(f"{name}={name}" for name in chain.shapes)
+    ready = _ready(chain, layer)
     text = CHAIN.format(
+        arguments=arguments,
         parameters=parameters,
         without="" if applied else ", without gradients",
         typed=", ".join(name for name in chain.names if name not in chain.counted),
-        check_shapes=f"    check_shapes({calls})\n" if checked else "",
-        body=body.format(
-            arguments=arguments, parameters=parameters, ready=ready, forward=forward, backward=backward
-        ).rstrip("\n")
-        + "\n",
+        check_shapes=f"    check_shapes({calls})\n" if calls else "",
+        choice=CHOICE.format(arguments=arguments) if applied else "",
     )
-    text += INFERRED.format(parameters=parameters, lines=_indented(chain.inferred, 4).rstrip("\n"))
+    if applied:
+        training = chain.training
+        text += APPLIED.format(
+            parameters=parameters,
+            forward=f"        return inferred({arguments})\n" if training is None else _recorded(training, ready),
+            backward=no_backward if training is None else _backward(chain, training, layer, together),
+        )
+    lines = _indented(chain.inferred, 4).rstrip("\n")
+    text += INFERRED.format(parameters=parameters, ready=_indented(ready, 4), lines=lines)
     text += _kept(chain.constants) if chain.constants else ""
-    text += CHECK_SHAPES if checked else ""
-    return "\n".join(wrapped((text + ("" if applied else RECORDS)).rstrip("\n").split("\n")))
+    text += CHECK_SHAPES if calls else ""
+    return "\n".join(wrapped(text.rstrip("\n").split("\n")))
 
 
 def shapes_text(chain: Chain) -> str:
@@ -138,9 +129,9 @@ def _ready(chain: Chain, layer: Layer) -> list[str]:
     ]
 
 
-def _recorded(training: Training, arguments: str) -> str:
+def _recorded(training: Training, ready: Sequence[str]) -> str:
     return RECORDED.format(
-        arguments=arguments,
+        ready=_indented(ready, 8),
         lines=_indented(training.forward, 8),
         saved=", ".join([*training.saved, *training.used]),
         result=training.result,

@@ -108,7 +108,7 @@ def ready(tensor: Tensor, layout: str) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
 
 
-{dense}def written(tensor: Tensor) -> Tensor:
+{records}{dense}def written(tensor: Tensor) -> Tensor:
     """The tensor with its elements in memory: PyTorch may have left out a minus sign (z.conj().imag) or zeros."""
     return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
 
@@ -180,12 +180,14 @@ BLOCK = '''def block(x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, s
         raise RuntimeError("this file does not know autocast: cast input and parameters to one type")
     tensors = [x, weight{bias}, scale, shift]
     check(*tensors)
-    return Block.apply(*tensors)
+    return Block.apply({recorded}*tensors)
 
 
 class Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, {recorded_parameter}x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor
+    ) -> Tensor:
         layout = layout_of(x)
         x, weight, scale, shift = ready(x, layout), ready(weight, layout), dense(scale), dense(shift)
         kernels = compiled(x, layout)
@@ -193,7 +195,7 @@ class Block(torch.autograd.Function):
 {save}
 
 {backward}'''
-BLOCK_SAVE = """        if not any(ctx.needs_input_grad):
+BLOCK_SAVE = """        if not recorded:
             return kernels.normalize_(hidden, statistics, scale, shift)
         ctx.layout = layout
         ctx.save_for_backward(x, weight, hidden, statistics, scale)
@@ -206,12 +208,18 @@ BLOCK_BACKWARD = """    @staticmethod
         kernels = compiled(dy, ctx.layout)
         # dz: of what went into the ReLU.
         dz, dparameters{dbias} = kernels.norm_grad(dy, hidden, statistics, scale)
-        wanted = ctx.needs_input_grad
+        wanted = ctx.needs_input_grad[1:]
 {together}        return (
+            None,
             kernels.input_grad(dz, weight) if wanted[0] else None,
             kernels.weight_grad(dz, x) if wanted[1] else None,
 {bias_gradient}            *dparameters,
         )"""
+RECORDS = """def records_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
+
+"""
 DENSE = """def dense(tensor: Tensor) -> Tensor:
     tensor = written(tensor).contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
@@ -268,6 +276,7 @@ def python_file(
         capability_values="the macro of the kernels that run there" if several else "the name of its GPU",
         model=model,
         operation="\n\n\n".join(functions),
+        records=RECORDS if any("records_gradients(" in each for each in (model, *functions)) else "",
         dense=DENSE if any("dense(" in each for each in functions) else "",
         choose_gpu=_choose_gpu(gpus, several),
         defines=_DEFINES if several else "",
@@ -375,7 +384,7 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
         gradient = "            dbias if wanted[2] else None,\n" if layer.bias else ""
         dbias = "dbias if wanted[2] else None, " if layer.bias else ""
         at_once = f"""        if wanted[0] and wanted[1]:
-            return *kernels.backward(dz, x, weight), {dbias}*dparameters
+            return None, *kernels.backward(dz, x, weight), {dbias}*dparameters
 """
         save = (
             BLOCK_SAVE if not forward_only else "        return kernels.normalize_(hidden, statistics, scale, shift)"
@@ -401,6 +410,8 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
         bias_argument=", dense(bias)" if layer.bias else "",
         save=save,
         backward=backward,
+        recorded="" if forward_only else "records_gradients(*tensors), ",
+        recorded_parameter="" if forward_only else "recorded: bool, ",
     )
 
 
