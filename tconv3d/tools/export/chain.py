@@ -60,8 +60,8 @@ class Training:
 
     forward: list[str]
     result: str
-    saved: list[str]  # what the gradients need, besides x, weight and the parameters; z is the first
-    backward: list[str]  # takes the saved tensors as z, saved_0 and so on, and the gradient dy of the result
+    saved: dict[str, str]  # what the gradients need, besides x, weight and the parameters, by its name in `backward`
+    backward: list[str]  # takes these, and the gradient dy of the result
     volume: bool  # the result has five dimensions
     dz: str  # the gradient of z
     gradients: dict[str, str]  # the gradients of parameters, by name
@@ -113,8 +113,9 @@ class _Maker:
 
     def _meta(self, shape: tuple[int, ...]) -> Tensor:
         """Returns a tensor without data in the variant's memory format."""
-        strides = STRIDES[self.variant.layout if len(shape) == 5 else "contiguous"](shape)
-        return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+        if len(shape) != 5:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(shape, STRIDES[self.variant.layout](shape), dtype=self.dtype, device="meta")
 
     def _prepared(self, layer: Layer) -> Prepared:
         geometry = checks.check_forward(self.x, self.weight, self.bias, self.convolution)
@@ -211,6 +212,7 @@ class _Maker:
         writer = Writer(recording, recording.inputs, "x")
         writer.write(recording.steps, recording.results)
         held = {"z": z, **{f"saved_{i}": each for i, each in enumerate(saved)}}
+        kept = dict(zip(held, [writer.of(ref) for ref in recording.results[1:]], strict=True))
         grad = self._meta(tuple(y.shape)).to(y.dtype)
         others = {name: tensor for name, tensor in inputs.items() if name not in ("x", "weight", "bias")}
         back = Recording(self.operations, {**held, "dy": grad, **others})
@@ -226,7 +228,7 @@ class _Maker:
         return Training(
             forward=writer.lines,
             result=writer.of(recording.results[0]),
-            saved=[writer.of(ref) for ref in recording.results[1:]],
+            saved={name: text for name, text in kept.items() if name in read},
             backward=lines.lines,
             volume=y.dim() == 5,
             dz=dz,

@@ -30,13 +30,13 @@ class Chain(torch.autograd.Function):
 RECORDED = """        layout = layout_of(x)
 {ready}        kernels = compiled(x, layout)
 {lines}        ctx.layout = layout
-        ctx.save_for_backward(x, weight, {saved})
+        ctx.save_for_backward({saved})
         return {result}
 """
 BACKWARD = """    @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, {saved} = ctx.saved_tensors
+        {saved} = ctx.saved_tensors
         dy = {ready}
         kernels = compiled(x, ctx.layout)
 {lines}        wanted = ctx.needs_input_grad
@@ -133,7 +133,7 @@ def _recorded(training: Training, ready: Sequence[str]) -> str:
     return RECORDED.format(
         ready=_indented(ready, 8),
         lines=_indented(training.forward, 8),
-        saved=", ".join([*training.saved, *training.used]),
+        saved=", ".join(["x", "weight", *training.saved.values(), *training.used]),
         result=training.result,
     )
 
@@ -146,7 +146,7 @@ def _backward(chain: Chain, training: Training, layer: Layer, together: bool) ->
     at_once = f"""        if all(wanted[:{count}]):
             return {f"*{called}{further}" if others else called}
 """
-    saved = ["z", *(f"saved_{i}" for i in range(len(training.saved) - 1)), *training.used]
+    saved = ["x", "weight", *training.saved, *training.used]
     return BACKWARD.format(
         saved=", ".join(saved),
         ready="ready(dy, ctx.layout)" if training.volume else "dense(dy)",

@@ -450,11 +450,11 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Me
     fields = [piece for name, inner in members.items() for piece in _fields(name, values[name], inner)]
     grid = ", ".join(map(str, launch.grid))
     cluster = cluster_of(launch)
-    given = f'"{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {launch.shared_bytes}, args, stream'
-    call = f"launch_clusters({given}, {cluster})" if cluster > 1 else f"launch({given})"
-    return (
-        f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + f"    {call};\n  }}\n"
-    )
+    given = [f'"{launch.kernel}"', function, f"dim3{{{grid}}}", str(launch.threads), str(launch.shared_bytes)]
+    given += ["args", "stream", *([str(cluster)] if cluster > 1 else [])]
+    start = "    launch_clusters(" if cluster > 1 else "    launch("
+    call = listed(start, given, ");", len(start))
+    return f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + call + "  }\n"
 
 
 def _fields(name: str, value: object, members: Members) -> list[str]:

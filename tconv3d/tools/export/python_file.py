@@ -15,6 +15,7 @@ from .cuda_source import cuda_source, described
 from .host_source import function_names, host_source
 from .passes import ANY, DEVICES, Operation, macro
 from .reference import Reference
+from .wrapping import wrapped
 
 FILE = '''"""{title}
 
@@ -27,8 +28,7 @@ One file: PyTorch 2.9 or newer, nvcc and a C++ compiler are all it needs.
 How it is computed, by kernels that are compiled when they are first needed, by load_inline:
 
 {how}
-The shape of the input is fixed. The file holds {holds}.
-Written by tconv3d {version}:
+{fixed}Written by tconv3d {version}:
 
     {command}
 """
@@ -65,7 +65,7 @@ def check_settings(module: nn.Module, expected: dict[str, Any]) -> None:
     if "bias" in expected:
         given["bias"] = module.bias is not None
     if given != expected:
-        raise ValueError(f"this file was exported for {{expected}}, got {{given}}")
+{mode_hint}        raise ValueError(f"this file was exported for {{expected}}, got {{given}}{hint}")
 
 
 def check(x: Tensor, *parameters: Tensor) -> None:
@@ -126,7 +126,7 @@ def extension(device: int, precision: str, layout: str) -> Any:
         name=f"{name}_{{precision}}_{{layout}}_sm{{arch}}",
         cpp_sources=[CPP_SOURCE],
         cuda_sources=[CUDA_SOURCE],
-        functions=[{functions}],
+{functions}
         extra_cflags=["-O2"{more}],
         extra_cuda_cflags=["-O3", "-std=c++20", f"-gencode=arch=compute_{{arch}},code=sm_{{arch}}"{more}],
         no_implicit_headers=True,
@@ -143,6 +143,9 @@ CUDA_SOURCE = r"""
 '''
 
 VIEWS = ("view", "reshape", "expand", "permute", "squeeze", "unsqueeze", "getitem")
+MODE_HINT = """        modal = given.get("training") != expected.get("training")
+        hint = ": export it with --eval, or without" if modal else ""
+"""
 NO_BACKWARD = """    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> None:
         raise RuntimeError("this file was exported with --forward-only: export it without for gradients")"""
@@ -256,33 +259,38 @@ def python_file(
     model, imports = reference.written(
         None if chain is None else list(chain.paths.values()), chain is None or not convolves
     )
+    settings = _model_settings(reference, chain)
     functions = [_operation(layer, together, forward_only)] if convolves else []
     functions += [chain_text(chain, layer, together, forward_only, NO_BACKWARD)] if chain is not None else []
     text = FILE.format(
         title=_title(reference),
         settings=_sentence(str(layer)),
         how=_how(operations) + _notes(chain, why_not, forward_only),
-        holds=_holds(precisions, layouts, gpus, forward_only),
+        fixed=_wrapped(
+            "The shape of the input is fixed. The file holds " + _holds(precisions, layouts, gpus, forward_only) + "."
+        ).replace("\n  ", "\n"),
         command=command,
         version=__version__,
         imports=f"{imports}\n" if imports else "",
         shape=layer.input_shape,
         weight_shape=layer.weight_shape,
         layer_settings=_settings(layer),
-        norm_settings=_norm_settings(reference) + _model_settings(reference, chain),
+        norm_settings=_norm_settings(reference) + settings,
         precisions=", ".join(f'"{each}"' for each in precisions) + ("," if len(precisions) == 1 else ""),
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
         capabilities=", ".join(f'{DEVICES[gpu].capability}: "{macro(gpu)}"' for gpu in reversed(gpus)),
         capability_values="the macro of the kernels that run there" if several else "the name of its GPU",
         model=model,
         operation="\n\n\n".join(functions),
+        mode_hint=MODE_HINT if '"training"' in settings else "",
+        hint="{hint}" if '"training"' in settings else "",
         records=RECORDS if any("records_gradients(" in each for each in (model, *functions)) else "",
         dense=DENSE if any("dense(" in each for each in functions) else "",
         choose_gpu=_choose_gpu(gpus, several),
         defines=_DEFINES if several else "",
         more=", *defines" if several else "",
         name=f"{name}_{hashlib.sha256((cuda + host).encode()).hexdigest()[:8]}",
-        functions=", ".join(f'"{name}"' for name in function_names(operations)),
+        functions=_function_list(operations),
         cpp=host,
         cuda=cuda,
     )
@@ -297,6 +305,11 @@ def python_file(
 
 _DEFINES = """    defines = [f"-D{gpu}", f"-DFOR_{precision.upper()}", f"-DFOR_{layout.upper()}"]
 """
+
+
+def _function_list(operations: Sequence[Operation]) -> str:
+    names = ", ".join(f'"{name}"' for name in function_names(operations))
+    return "\n".join(wrapped([f"        functions=[{names}],"]))
 
 
 def _choose_gpu(gpus: Sequence[str], several: bool) -> str:

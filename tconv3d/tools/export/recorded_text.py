@@ -24,6 +24,7 @@ VIEWS = (aten.view, aten._unsafe_view, aten.reshape)
 LISTED = {**dict.fromkeys(VIEWS, "reshape"), aten.expand: "expand", aten.permute: "permute"}
 CHEAP = (*LISTED, aten.unsqueeze, aten.squeeze, aten.detach, aten.alias, aten.select, aten.slice)
 MADE = (aten.zeros, aten.ones, aten.full, aten.empty, aten.arange, aten.scalar_tensor, aten.empty_strided)
+FUNCTIONS = (aten.stack, aten.cat, aten.where, aten.var_mean)  # whose methods are missing or take other arguments
 DROPPED = ("layout", "pin_memory", "non_blocking", "implicit")
 
 
@@ -185,12 +186,17 @@ class Writer:
         if packet in MADE:
             given = [self._value(each).text for each in args]
             return Text(f"torch.{name}({', '.join([*given, *more, f'device={self.device}'])})")
-        if isinstance(args[0], Ref) and hasattr(Tensor, name) and not name.startswith("_"):
+        if (
+            isinstance(args[0], Ref)
+            and hasattr(Tensor, name)
+            and not name.startswith("_")
+            and packet not in FUNCTIONS
+        ):
             given = [self._value(each).text for each in args[1:]]
             return Text(f"{self._value(args[0]).inside}.{name}({', '.join([*given, *more])})")
         given = [self._value(each).text for each in args]
         overload = step.target._overloadname
-        where = f"torch.{name}" if packet in (aten.stack, aten.cat, aten.where, aten.var_mean) else ""
+        where = f"torch.{name}" if packet in FUNCTIONS else ""
         where = where or f"torch.ops.aten.{name}" + (f".{overload}" if overload != "default" else "")
         return Text(f"{where}({', '.join([*given, *more])})")
 
