@@ -19,6 +19,7 @@ from .tracing import inserted
 
 aten = torch.ops.aten
 
+NUMBERS = "numbers"  # the entry of a captured constant's `meta` with its values on the CPU
 LOWERED_FROM = "lowered_from"  # the entry of a node's `meta` that names the node whose replacement it is part of
 
 
@@ -55,7 +56,7 @@ class _Lowering:
         shape = [len(values) if each == dim else 1 for each in range(5)]
         module.register_buffer(name := f"{self.name}_places", values.to(meta(like).device).reshape(shape))
         node = self.graph.get_attr(name)
-        node.meta["val"] = getattr(module, name)
+        node.meta["val"], node.meta[NUMBERS] = getattr(module, name), values.reshape(shape)
         return node
 
     def wide(self, x: fx.Node) -> fx.Node:

@@ -7,6 +7,7 @@ written tail, behind the convolution's own gradient kernels.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...planning.planner import Refused
 from ...tails import algebra
+from ...tails.lowering import NUMBERS
 from ...tails.running import Differentiable, Prepared
 from ...tails.stages import stages
 from ...tails.tracing import CannotTrace, trace
@@ -157,8 +159,14 @@ class _Maker:
         if not isinstance(recording.results, Ref):
             raise NotExportableError("what follows the convolution has several results")
         constants, lines = self._inferred(recording, extra)
+        own = copy.deepcopy(self.operations)
         passes = None if forward_only or self.extra else prepared.differentiable
-        training = self._training(passes) if passes is not None and passes.possible else None
+        training = None
+        if passes is not None and passes.possible:
+            try:
+                training = self._training(passes)
+            except NotExportableError:  # PyTorch differentiates what follows
+                self.operations = own
         s = prepared.stages
         return Chain(
             names=list(self.names),
@@ -216,6 +224,10 @@ class _Maker:
         grad = self._meta(tuple(y.shape)).to(y.dtype)
         others = {name: tensor for name, tensor in inputs.items() if name not in ("x", "weight", "bias")}
         back = Recording(self.operations, {**held, "dy": grad, **others})
+        gradients = passes.gradient.graph
+        for node in gradients.graph.nodes:
+            if NUMBERS in node.meta:
+                back.constants[back.ref(getattr(gradients, str(node.target)))] = node.meta[NUMBERS]
         back.run(lambda: passes.gradients(z, grad, saved, runner=back))
         lines = Writer(back, back.inputs, "dy")
         lines.write(back.steps, [ref for ref in back.results if ref is not None])
@@ -224,7 +236,7 @@ class _Maker:
             raise NotExportableError("the convolution's result has no gradient")
         read = {back.inputs[ref] for step in back.steps for ref in step.refs if ref in back.inputs}
         wanted = {id(each): text for each, text in zip(passes.wanted, rest, strict=True)}
-        gradients = {name: wanted[id(tensor)] or "None" for name, tensor in others.items() if id(tensor) in wanted}
+        found = {name: wanted[id(tensor)] or "None" for name, tensor in others.items() if id(tensor) in wanted}
         return Training(
             forward=writer.lines,
             result=writer.of(recording.results[0]),
@@ -232,7 +244,7 @@ class _Maker:
             backward=lines.lines,
             volume=y.dim() == 5,
             dz=dz,
-            gradients=gradients,
+            gradients=found,
             used=[name for name in others if name in read],
         )
 

@@ -131,6 +131,8 @@ class Writer:
                 return self.values[value]
             if value in self.recording.constants:
                 data = self.recording.constants[value]
+                if self.recording.tensor(value).is_meta:
+                    return self._placed(data)
                 kind = "" if data.dtype in (torch.int64, torch.bool) else f", dtype={data.dtype}"
                 return Text(f"torch.tensor({data.tolist()}{kind})")
             raise NotExportableError("what follows the convolution uses a tensor that is no parameter of the model")
@@ -141,6 +143,12 @@ class Writer:
         if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.memory_format)):
             return Text(repr(value))
         raise NotExportableError(f"what follows the convolution has the constant {value!r}")
+
+    def _placed(self, data: Tensor) -> Text:
+        """Writes numbers of a graph that are on the device, 0, 1, 2 and so on if they are these."""
+        flat = data.reshape(-1).tolist()
+        given = f"arange({len(flat)}" if flat == list(range(len(flat))) else f"tensor({flat}"
+        return Text(f"torch.{given}, device={self.device}).reshape({', '.join(map(str, data.shape))})")
 
     def _step(self, step: Step) -> Text:
         if isinstance(step.target, Operation):
