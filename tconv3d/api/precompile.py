@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import emulator
 from ..planning import gpus as known_gpus
-from ..planning import planner
+from ..planning import planner, winners
 from ..planning.launch import Constants, Launch
 from ..planning.problem import Device
 from ..runtime import cache, compiler, packs
@@ -37,7 +37,7 @@ from .deployed import LAYOUTS, Deployed, Variant
 from .explain import describe, find_gpu
 
 EMULATOR = "emulator"  # names the emulator in place of a GPU
-CHOICES = (".json", ".tuned")  # suffixes of planners' choices in the cache
+CHOICES = (".json", ".tuned", winners.SUFFIX)  # suffixes in the cache: planners' choices, and measured winners
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def precompile(
     another than the listed one ("H100,114"), or "emulator". None means the GPU of this machine. dtypes: types that
     the layers compute in, such as torch.bfloat16 for autocast, or "tf32" and "float32" for float32 with and without
     rounding to TF32; None means the type of each layer's input in the model. torch.float32 means TF32 or not as
-    PyTorch is set now. layouts: "contiguous", "channels_last_3d"; None means the layout that each layer's input has
+    PyTorch is set now. Offers that won when they were timed on this machine's GPU are in the file too, and count
+    where GPU, driver, CUDA, cuDNN and PyTorch are the same. layouts: "contiguous", "channels_last_3d"; None means the layout that each layer's input has
     in the model. backward: include the gradients.
     """
     _check_arguments(model, inputs, dtypes, layouts)
