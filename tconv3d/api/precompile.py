@@ -79,9 +79,9 @@ def precompile(
     another than the listed one ("H100,114"), or "emulator". None means the GPU of this machine. dtypes: types that
     the layers compute in, such as torch.bfloat16 for autocast, or "tf32" and "float32" for float32 with and without
     rounding to TF32; None means the type of each layer's input in the model. torch.float32 means TF32 or not as
-    PyTorch is set now. Offers that won when they were timed on this machine's GPU are in the file too, and count
-    where GPU, driver, CUDA, cuDNN and PyTorch are the same. layouts: "contiguous", "channels_last_3d"; None means the layout that each layer's input has
-    in the model. backward: include the gradients.
+    PyTorch is set now. layouts: "contiguous", "channels_last_3d"; None means the layout that each layer's input has
+    in the model. backward: include the gradients. For the GPU of this machine (`gpus=None`) the file also holds which
+    offers won when they were timed here; they count where GPU, driver, CUDA, cuDNN and PyTorch are the same.
     """
     _check_arguments(model, inputs, dtypes, layouts)
     layers = deployed.layers_of(model, inputs)

@@ -35,7 +35,7 @@ from .recording import Operations, Recording, Ref
 class Chain:
     """Holds a convolution with what follows it, ready to be written."""
 
-    names: list[str]  # of the tensors that the file's function takes: x, weight, bias, then others
+    names: list[str]  # the tensors that the file's function takes: x, weight, bias, then others
     paths: dict[str, str]  # the paths of those that are parameters or buffers behind the convolution
     shapes: dict[str, tuple[int, ...]]  # the shapes of all but x, weight and bias
     operations: list[Operation]
@@ -53,7 +53,7 @@ class Constants:
     """Holds the lines that compute what depends on parameters alone."""
 
     lines: list[str]
-    names: list[str]  # of the parameters
+    names: list[str]  # the parameters that they take
 
 
 @dataclass

@@ -83,7 +83,7 @@ class Result:
     shape: tuple[int, ...]
     volume: bool = False
     dtype: str = ""  # empty means the type of the first operand
-    strides: tuple[int, ...] = ()  # of a result that is neither a volume nor contiguous, or may be
+    strides: tuple[int, ...] = ()  # given if the result need not be contiguous or a volume
 
 
 @dataclass(frozen=True)
