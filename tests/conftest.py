@@ -31,13 +31,12 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
-# Files whose tests with many parameters take minutes: make test runs every second or third combination of them, and
-# `pytest --thorough` (make test-thorough) all.
+# Files whose tests with many parameters take minutes: make test runs every second to fifth combination of them, and
+# `pytest --thorough` (make test-thorough) all. Tests with the mark `thorough` run there alone.
 THINNED = {
-    **dict.fromkeys(("alignment", "conv_transpose3d", "halo", "mma", "weight_grad"), 3),
-    **dict.fromkeys(
-        ("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "input_grad", "moments"), 2
-    ),
+    **dict.fromkeys(("halo", "mma", "weight_grad"), 5),
+    **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 4),
+    **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "tiles"), 3),
     **dict.fromkeys(("up", "up_backward", "up_grad", "reuse", "fuse", "folding", "windows", "rows"), 2),
 }
 FEW = 4  # combinations of one test that are all run
@@ -48,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps every second or third combination of parameters of long tests, unless somebody asks for single tests."""
+    """Keeps every second to fifth combination of parameters of long tests, unless somebody asks for single tests."""
     if config.getoption("--thorough") or any("::" in argument for argument in config.args):
         return
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
@@ -61,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for i, item in enumerate(group)
         if len(group) > FEW and i % THINNED[path.stem.removeprefix("test_")]
     ]
+    left_out += [item for item in items if item.get_closest_marker("thorough")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = {id(item) for item in left_out}

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from math import inf
+from dataclasses import replace
+from math import inf, prod
 from typing import Any, Generic, TypeVar
 
 from ..runtime import cache, plain, sources
+from .problem import Problem, channels_last_strides, contiguous_strides
 
 # Typical volumes are cubes, given as (batch size, edge in positions). By the planners' models, volumes of 100 to
 # 3 million positions take 2% longer with the builds of these volumes than with their own best builds.
@@ -134,6 +136,23 @@ def nearest(positions: int, volumes: Iterable[tuple[int, Found]]) -> list[Found]
     """Returns volumes, each given with its number of positions, sorted by the ratio of this number to `positions`."""
     near = sorted(volumes, key=lambda each: max(each[0], positions) / max(1, min(each[0], positions)))
     return [volume for _, volume in near]
+
+
+def typical_problems(problem: Problem) -> list[Problem]:
+    """Returns a layer's pass over typical volumes in the same memory layouts, the nearest in size first."""
+    g, found = problem.geometry, []
+    for batch, edge in TYPICAL:
+        size = (edge, edge, edge)
+        if min(g.output_size(size)) < 1:
+            continue
+        x, y = (batch, g.in_channels, *size), (batch, g.out_channels, *g.output_size(size))
+        input, output = (
+            channels_last_strides(shape) if given[1] == 1 else contiguous_strides(shape)
+            for shape, given in ((x, problem.input), (y, problem.output))
+        )
+        found.append(replace(problem, batch=batch, input_size=size, input=input, output=output))
+    positions = problem.batch * prod(problem.input_size)
+    return nearest(positions, ((each.batch * prod(each.input_size), each) for each in found))
 
 
 def searched(planner: str, settings: object, kind: Any, search: Callable[[], Choice]) -> Choice:

@@ -24,8 +24,8 @@ from .tracing import nothing_written, writes
 aten = torch.ops.aten
 
 _MAY_BE_LEFT = (aten.sum, aten.mean, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy)  # sums for parameters
-# Operators by which PyTorch's gradients overwrite a tensor that they have just made (a mask of a clamp, the gradient of
-# a norm), with those that return a new tensor.
+# Operators by which PyTorch's gradients overwrite a tensor that they have just made (a mask of a clamp, the gradient
+# of a norm), with those that return a new tensor.
 _OVERWRITING = {
     aten.logical_and_.default: aten.logical_and.default,
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,

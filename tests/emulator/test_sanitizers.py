@@ -51,6 +51,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
     "rows of channels": (replace(WIDE, out_channels=32, bias=False), torch.bfloat16, CHANNELS_LAST),
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
+    "even lines, before Hopper": (UP, torch.bfloat16, CONTIGUOUS),
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
 }
 # Kernels that are to run, though they are predicted to win for larger layers.
@@ -64,6 +65,7 @@ PREFERRED = {
     "wide, channels last": ("halo", "turned"),
     "rows of channels": ("rows_weight_grad",),
     "wide, before Hopper": ("mma", "tensor_weight_grad"),
+    "even lines, before Hopper": ("mma", "tensor_weight_grad"),
     "wide, even lines": ("halo", "hopper_weight_grad"),
 }
 # Layers that run in TF32, and what the fuzz favours for them.
@@ -94,7 +96,9 @@ def operands_of(name: str) -> list[Tensor]:
     return [x.to(memory_format=memory_format), *rest]
 
 
-@pytest.mark.parametrize("names", [list(LAYERS)[::2], list(LAYERS)[1::2]], ids=" and ".join)
+@pytest.mark.parametrize(
+    "names", [list(LAYERS)[::2], pytest.param(list(LAYERS)[1::2], marks=pytest.mark.thorough)], ids=" and ".join
+)
 def test_sanitizers_find_nothing(names: list[str]) -> None:
     command = [sys.executable, __file__, *names]
     child = subprocess.run(command, env=sanitized(), capture_output=True, text=True, check=False)

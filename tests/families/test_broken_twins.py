@@ -57,8 +57,8 @@ TWINS = (
     Twin(
         "depthwise_tiles",
         "depthwise_tiles",
-        "const bool inside = static_cast<unsigned>(h)",
-        "const bool inside = h > 0 && static_cast<unsigned>(h)",
+        "const bool inside = exists && static_cast",
+        "const bool inside = exists && first_h + row > 0 && static_cast",
         Case(DEPTHWISE, favoured="depthwise_tiles", wanted=("input",)),
     ),
     Twin(
@@ -132,6 +132,13 @@ TWINS = (
         Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100"),
     ),
     Twin(
+        "mma",
+        "mma",
+        "squares[i / kBandSums] += deviation * deviation;",
+        "squares[i / kBandSums] += deviation;",
+        Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100", epilogue="norm"),
+    ),
+    Twin(
         "unfold",
         "unfold",
         "d < args.output.d && 0 <= h",
@@ -194,6 +201,13 @@ TWINS = (
         "d < size.d && h >= 0 && h < size.h;",
         "d < size.d && h > 0 && h < size.h;",
         Case(ODD, plans="A100", wanted=("weight",)),
+    ),
+    Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
+        "return ptx::high_halves(window[kFirst / 2], window[kSecond / 2]);",
+        "return ptx::low_halves(window[kFirst / 2], window[kSecond / 2]);",
+        Case(UP, "bfloat16", plans="A100", wanted=("weight",)),
     ),
     Twin(
         "tensor_weight_grad",

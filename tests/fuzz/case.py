@@ -47,7 +47,8 @@ class Case:
     dtype: str = "tf32"  # as in tconv3d.tools.bench.precision: "float32" is strict
     plans: str = ""
     favoured: str = ""  # kernel family of `families.FAVOURED` whose limits on volumes are lifted
-    epilogue: str = ""  # "relu", or "norm" for ReLU and GroupNorm
+    # "relu", "norm" for ReLU and GroupNorm, or "tail" for a factor per channel and batch item and a residual (`fuse`)
+    epilogue: str = ""
     norm_groups: int = 1
     affine: bool = True  # whether the norm has weight and bias
     wanted: tuple[str, ...] = ()  # names in GRADIENTS
@@ -55,7 +56,7 @@ class Case:
     short: bool = False  # the first workspace of the backward pass cannot be allocated
     input: Memory = PLAIN
     weight: Memory = PLAIN
-    grad: Memory = PLAIN
+    grad: Memory = PLAIN  # layout of the output gradient, and of the residual of a tail
     vectors: Memory = PLAIN  # layout of the biases and of the norm's weight
     at_end: bool = True  # tensors end at the guard after them; else they begin at the guard before them
     order: str = "forward"  # order in which the emulator runs threads

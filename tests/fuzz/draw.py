@@ -52,7 +52,7 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     dtype = random.choice(DTYPES if kind == "any" else DTYPES[:4])
     layer = _layer(random, kind)
-    epilogue = random.choices(("", "relu", "norm"), (6, 2, 2))[0]
+    epilogue = random.choices(("", "relu", "norm", "tail"), (6, 2, 2, 2))[0]
     if dtype == "float32" and epilogue == "norm":
         layer = replace(
             layer, bias=True

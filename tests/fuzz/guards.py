@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 PAGE = mmap.PAGESIZE
 GPU_GUARD_BYTES = 1 << 16  # bytes on either side of a tensor
@@ -83,14 +84,20 @@ class Guards:
     def around_results(self, short: bool = False) -> Iterator[None]:
         """Places results, statistics and workspaces that the package allocates between guards.
 
-        `short` makes the allocation of the first workspace fail for lack of memory.
+        `short` makes the allocation of the first workspace fail for lack of memory. Tensors without data, by which
+        tails are traced, are allocated as usual.
         """
         refusals = [torch.OutOfMemoryError("the fuzz refuses the first workspace")] if short else []
+        usual = torch.empty_strided, torch.empty
 
-        def empty_strided(size: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> Tensor:
+        def empty_strided(size: Any, stride: Any, *, dtype: torch.dtype, device: Any, **others: Any) -> Tensor:
+            if _len_torch_dispatch_stack() or others or torch.device(device).type == "meta":
+                return usual[0](size, stride, dtype=dtype, device=device, **others)
             return self.place("a result", tuple(size), tuple(stride), dtype)
 
-        def empty(size: Any, *, dtype: torch.dtype, device: Any) -> Tensor:
+        def empty(size: Any, *, dtype: torch.dtype | None, device: Any, **others: Any) -> Tensor:
+            if _len_torch_dispatch_stack() or dtype is None or others or torch.device(device).type == "meta":
+                return usual[1](size, dtype=dtype, device=device, **others)
             if refusals:
                 raise refusals.pop()
             return self._dense("a workspace", size, dtype)

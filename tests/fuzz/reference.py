@@ -29,12 +29,20 @@ def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor)
     """
     if case.epilogue == "norm":
         return _with_norm(case, operands, grad)
+    factor, residual = operands.pop("factor", None), operands.pop("residual", None)
     masked = None if grad is None else grad * (result > 0) if case.epilogue == "relu" else grad
+    if masked is not None and factor is not None:
+        masked = masked * factor
     exact = _passes(case, operands, masked)
     largest = _passes(case, _absolute(operands), None if masked is None else masked.abs())
     found = {name: (exact[name], allowed_error(exact[name], largest[name], result_type(case))) for name in exact}
     if case.epilogue == "relu":
         found["result"] = found["result"][0].relu(), found["result"][1]
+    if factor is not None and residual is not None:
+        value, allowed = found["result"]
+        shifted = value * factor + residual
+        # The convolution's result is rounded, unless the tail is computed in its kernel, and the sum is.
+        found["result"] = shifted, allowed * factor + 2 * UNIT[result_type(case)] * (shifted.abs() + residual.abs())
     return found
 
 

@@ -18,7 +18,7 @@ from tconv3d.planning.gpus import GPUS
 from tconv3d.tools.bench.precision import precision
 from tconv3d.torch_ops import executor, kept
 
-from .case import DIMENSIONS, Case, Memory
+from .case import DIMENSIONS, PLAIN, Case
 from .families import favouring
 from .guards import Guards
 from .reference import EPS, expected, result_type
@@ -57,15 +57,19 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
         shapes["bias"] = vector
     if case.epilogue == "norm" and case.affine:
         shapes |= {"norm_weight": vector, "norm_bias": vector}
+    geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
+    output = (layer.batch, layer.out_channels, *geometry.output_size(layer.size))
+    if case.epilogue == "tail":
+        shapes |= {"factor": (layer.batch, layer.out_channels, 1, 1, 1), "residual": output}
     if case.wanted:
-        geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
-        shapes["grad"] = (layer.batch, layer.out_channels, *geometry.output_size(layer.size))
+        shapes["grad"] = output
     return shapes
 
 
 def _placed(guards: Guards, case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     """Makes a tensor with random values; elements along a dimension of stride 0 share one value."""
-    memory: Memory = getattr(case, name) if name in ("input", "weight", "grad") else case.vectors
+    views = {"input": case.input, "weight": case.weight, "grad": case.grad, "residual": case.grad, "factor": PLAIN}
+    memory = views.get(name, case.vectors)
     strides = memory.strides(shape)
     dimensions = DIMENSIONS if len(shape) == 5 else memory.expanded
     own = tuple(1 if stride == 0 and dimensions else size for size, stride in zip(shape, strides, strict=True))
@@ -76,6 +80,8 @@ def _placed(guards: Guards, case: Case, name: str, shape: tuple[int, ...]) -> Te
 
 def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     random = torch.Generator().manual_seed(case.seed * 16 + len(name))
+    if name == "factor":  # powers of two, with which a product is exact
+        return torch.pow(2.0, torch.randint(-2, 3, shape, generator=random))
     if case.epilogue == "norm":  # numbers with few bits make every sum of the convolution exact in float32
         values = torch.randint(-8, 9, shape, generator=random) / 8
         # Strict float32 may be three TF32 products, which leave 1e-7 where a sum is exactly 0: a ReLU's mask would
@@ -125,6 +131,23 @@ def _function(case: Case) -> Callable[[dict[str, Tensor]], Tensor]:
             return tconv3d.conv_transpose3d_relu_group_norm(*operands, *norm, *settings)
         if case.epilogue == "relu":
             return tconv3d.conv_transpose3d_relu(*operands, *settings)
+        if case.epilogue == "tail":
+            return _fused(case, leaves)
         return tconv3d.conv_transpose3d(*operands, *settings)
 
     return call
+
+
+def _fused(case: Case, leaves: dict[str, Tensor]) -> Tensor:
+    """Runs a layer with the case's own tensors as parameters, and a tail with two passed tensors."""
+    layer = case.layer
+    kernel, stride, padding, extra = layer.kernel, layer.stride, layer.padding, layer.output_padding
+    settings: tuple[Any, ...] = (kernel, stride, padding, extra, layer.groups, layer.bias, layer.dilation)
+    convolution = tconv3d.ConvTranspose3d(layer.in_channels, layer.out_channels, *settings, device="meta")  # type: ignore[misc]
+    # `fuse` reads `weight` and `bias` of the layer, which need not be parameters.
+    convolution._parameters.clear()
+    convolution.weight, convolution.bias = leaves["weight"], leaves.get("bias")
+    block = tconv3d.fuse(convolution, lambda z, factor, residual: z * factor + residual)
+    result = block(leaves["input"], leaves["factor"], leaves["residual"])
+    assert isinstance(result, Tensor)
+    return result

@@ -105,6 +105,8 @@ def _case_changes(case: Case) -> Iterator[dict[str, Any]]:
             yield {field.name: field.default}
     if case.epilogue == "norm":
         yield {"epilogue": "relu", "norm_groups": 1, "affine": True}
+    if case.epilogue:
+        yield {"epilogue": ""}
     for name in case.wanted:
         yield {"wanted": tuple(other for other in case.wanted if other != name)}
     for name in ("input", "weight", "grad", "vectors"):

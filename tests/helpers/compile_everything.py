@@ -4,8 +4,8 @@
 
 DIR holds the kernels and constants that `conftest.py` recorded. Two of them are of one kind if they have the same
 kernel, types and switches and differ in numbers only. One of each kind is compiled for Hopper. The sources have no
-code for single other architectures, so only the assembler's output can differ there: the oldest architecture gets,
-for each kernel and type, the one with the most registers, and the others get one of each kernel: one that
+code for single other architectures, but the oldest lacks some instructions: it gets, for each kernel, type and strict
+float32 of its own, the one with the most registers. The others get one of each kernel: one that
 `tests/planning/test_gpus.py` planned for a GPU of that architecture, if it recorded any. `--all` compiles everything
 for every architecture, which takes long.
 
@@ -61,8 +61,9 @@ class Kernel:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Returns the kernel and its types."""
-        return (self.name, *(pair for pair in self.constants if isinstance(pair[1], str)))
+        """Returns the kernel, its types, and whether strict float32 splits values into halves."""
+        kinds = (pair for pair in self.constants if isinstance(pair[1], str) or pair[0] == "kHalves")
+        return (self.name, *kinds)
 
     def __str__(self) -> str:
         plain = tuple(pair for pair in self.constants if not isinstance(pair[1], tuple))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused_blocks import TOLERANCE, Block, errors, run, three_layers
 from layers import Layer, check, to_tf32
 from preferred import forgetting
 
@@ -18,7 +19,7 @@ from tconv3d import emulator
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.gpus import GPUS, Gpu
 from tconv3d.planning.launch import Launch
-from tconv3d.planning.problem import Device, Plan
+from tconv3d.planning.problem import Device, Norm, Plan
 from tconv3d.runtime import compiler
 from tconv3d.tools.bench.layers import LAYERS
 from tconv3d.tools.bench.problems import problems_of_layer
@@ -87,7 +88,9 @@ def test_plans_fit_the_gpu(name: str, pytestconfig: pytest.Config) -> None:
     device, found = GPUS[name].device, dict[tuple[str, str], Launch]()
     for layer, dtype, layout in part(GPUS[name], bool(pytestconfig.getoption("--thorough"))):
         asked = problems_of_layer(LAYERS[layer], dtype, layout)
-        for plan in (planner.plan(asked[0], device), planner.plan_gradients(tuple(asked[1:]), device)):
+        fused = replace(asked[0], relu=True, norm=Norm(1, 1e-5))
+        plans = [planner.plan(asked[0], device), planner.plan_gradients(tuple(asked[1:]), device)]
+        for plan in (*plans, planner.plan(fused, device)):
             for launch in launches(plan):
                 fits(launch, device)
                 found.setdefault((launch.kernel, repr(launch.constants)), launch)
@@ -123,6 +126,22 @@ def test_kernels_run_as_on_the_gpu(name: str, dtype: torch.dtype, monkeypatch: p
     operands = [to_tf32(each) for each in operands] if dtype is torch.float32 else operands
     with forgetting(), tconv3d.use_backend("emulator"):
         check(SMALL, dtype, "cpu", operands, tf32=dtype is torch.float32)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+@pytest.mark.parametrize("name", ["A100", "A10", "L4", "H100 PCIe", "GB200", "RTX 5090"])
+def test_the_fused_block_runs_as_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, and on every GPU the convolution's kernel leaves the moments for the statistics."""
+    monkeypatch.setattr(executor, "EMULATED", GPUS[name].device)
+    block = Block(SMALL, 2, dtype=torch.bfloat16)
+    module, x = block.module("cpu"), block.input("cpu")
+    with forgetting(), tconv3d.use_backend("emulator"):
+        got = run(module, x)
+    found = errors(got, run(three_layers(module), x.double()))
+    assert all(error < TOLERANCE[torch.bfloat16] for error in found), found
+    problem = problems_of_layer(LAYERS["relu_group_norm"], "bfloat16", "contiguous")[0]
+    plan = planner.plan(replace(problem, relu=True, norm=Norm(8, 1e-5)), GPUS[name].device)
+    assert plan.moments > 0 and "channel_moments" not in [launch.kernel for launch in plan.launches]
 
 
 def test_a_device_that_is_told_to_be_another_has_its_own_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ edges = st.integers(3, 90)
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
+@settings(max_examples=3)
 @given(batch=st.sampled_from((1, 2, 3, 8)), d=edges, h=edges, w=edges)
 def test_nothing_is_left_to_compile(batch: int, d: int, h: int, w: int) -> None:
     have = known()

@@ -334,7 +334,7 @@ def test_verify_as_another_gpu(
 ) -> None:
     """The kernels of a GPU that is not there are checked in the emulator."""
     monkeypatch.setenv(gpus.AS, "")
-    words = ["verify", "--layer", "16, 8, 3, stride=2, padding=1, size=3", "--dtype", "bfloat16"]
+    words = ["verify", "--layer", "32, 24, 3, stride=2, padding=1, size=3", "--dtype", "bfloat16"]
     file = tmp_path / "found.json"
     executor.forget()
     assert cli.main([*words, "--as", "A100", "--json", str(file)]) == 0

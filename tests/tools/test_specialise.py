@@ -199,7 +199,12 @@ def text_sections(cubin: bytes) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "which"), [("large_volume", "tf32"), ("depthwise_64", "float16"), ("grouped_strided", "bfloat16")]
+    ("name", "which"),
+    [
+        ("large_volume", "tf32"),
+        ("depthwise_64", "float16"),
+        pytest.param("grouped_strided", "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 def test_specialised_kernels_are_the_librarys_machine_code(name: str, which: str) -> None:
     """With all arguments and constants at their places, a specialised kernel compiles to equal bytes.

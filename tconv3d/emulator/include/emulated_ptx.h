@@ -73,6 +73,8 @@ inline void add_keeping_rest(float& total, float& term, float scale) {
   total = sum;
 }
 
+inline void add_with_rest(float& total, float& term, float scale) { add_keeping_rest(total, term, scale); }
+
 // ---- Shared memory.
 
 inline unsigned shared_address(const void* pointer) { return emulator::shared_address(pointer); }

@@ -7,12 +7,15 @@ module knows layouts and banks, but neither passes nor devices.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...planning.launch import Constants
 from ...planning.problem import Problem, Strides
 
 WARP = 32  # threads
+BANKS = 32  # banks of shared memory: neighbouring words of 4 bytes are in neighbouring banks
 REGISTERS = 65536  # per multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block has beside its own
 WARPS = 8  # warps of a multiprocessor that hide the latency of shared memory
@@ -120,16 +123,25 @@ class Slab:
     @property
     def plane(self) -> int:
         """Elements of a plane: of one channel for contiguous tensors, else of all channels."""
-        skews = (self.rows - 1) // (self.tile_h * self.step_h) * self.skew
-        return self.rows * self.pitch + skews + self.channel_skew
+        return self.rows * self.pitch + self.skews * self.skew + self.channel_skew
+
+    @property
+    def skews(self) -> int:
+        """Places of a plane where elements are left out, after the rows of each tile but the last."""
+        return (self.rows - 1) // (self.tile_h * self.step_h)
 
     def settled(self) -> Slab:
         """Returns the slab with the skews that have the fewest bank conflicts, and their number."""
-        skews = range(0, 128 // self.item, self.piece)
         between = (0, 1, 2, 4) if self.channels > 1 and not self.last else (0,)
-        found = [replace(self, skew=skew, channel_skew=n * self.piece) for skew in skews for n in between]
-        best = min(found, key=lambda slab: (_conflicts(slab), slab.skew, slab.channel_skew))
-        return replace(best, conflicts=_conflicts(best))
+        places = [self.place(lane) for lane in range(WARP)]
+        bare, skews, piece = self.rows * self.pitch, self.skews, self.piece
+        found = [
+            (self._conflicts(places, skew, bare + skews * skew + n * piece), skew, n * piece)
+            for skew in range(0, 128 // self.item, piece)
+            for n in between
+        ]
+        conflicts, skew, channel_skew = min(found)
+        return replace(self, skew=skew, channel_skew=channel_skew, conflicts=conflicts)
 
     @property
     def bytes(self) -> int:
@@ -162,34 +174,33 @@ class Slab:
             return self.rows * self.cols * -(-self.channels * self.item // SECTOR) * SECTOR
         return self.rows * self.channels * (self.cols * self.item + SECTOR)
 
-    def place(self, lane: int) -> int:
-        """Returns the bytes from a plane's beginning to what a thread reads first."""
+    def place(self, lane: int) -> tuple[int, int, int]:
+        """Returns what a thread reads first, in a slab without skews: element of a channel, row of tiles, channel."""
         tiles, threads = self.tiles_h * self.tiles_w, self.threads
         if lane >= tiles * threads:
             lane = 0
         thread, tile = (lane % threads, lane // threads) if self.last else divmod(lane, tiles)
         channel = thread // len(self.readers) * self.group + self.readers[thread % len(self.readers)]
         h, w = (tile % self.tiles_h, tile // self.tiles_h) if self.last else divmod(tile, self.tiles_w)
-        row = h * (self.tile_h * self.step_h * self.pitch + self.skew)
+        row = h * self.tile_h * self.step_h * self.pitch
         if self.last:
-            return (row + w * self.tile_w * self.step_w * self.channels + channel) * self.item
+            return row + w * self.tile_w * self.step_w * self.channels + channel, h, 0
         piece = w * self.tile_w * self.step_w // self.piece
         mixed = piece ^ (piece // 8 % self.piece_stride)
-        return (channel * self.plane + row + mixed * self.piece) * self.item
+        return row + mixed * self.piece, h, channel
 
+    def _conflicts(self, places: Sequence[tuple[int, int, int]], skew: int, plane: int) -> float:
+        """Returns the accesses of shared memory per load of a warp over their number without bank conflicts.
 
-def _conflicts(slab: Slab) -> float:
-    """Returns the accesses of shared memory per load of a warp over their number without bank conflicts."""
-    together = WARP if slab.last else QUARTER
-    accesses = 0
-    for first in range(0, WARP, together):
-        words: dict[int, set[int]] = {}
-        for lane in range(first, first + together):
-            word = slab.place(lane) // 4
-            for each in range(word, word + (1 if slab.last else 4)):
-                words.setdefault(each % 32, set()).add(each)
-        accesses += max(len(found) for found in words.values())
-    return accesses * together / WARP
+        `places` are those of the lanes of a warp in a slab without skews, `plane` the elements of a plane with them.
+        """
+        firsts = [(at + h * skew + channel * plane) * self.item // 4 for at, h, channel in places]
+        together, width = (WARP, 1) if self.last else (QUARTER, 4)
+        accesses = 0
+        for first in range(0, WARP, together):
+            words = {word for start in firsts[first : first + together] for word in range(start, start + width)}
+            accesses += max(Counter(word % BANKS for word in words).values())
+        return accesses * together / WARP
 
 
 def channels_last(strides: Strides) -> bool:

@@ -1,7 +1,8 @@
 """Plans depthwise_tiles.cuh: forward pass and input gradient of depthwise layers, a tile of a plane per thread.
 
 Sums are added in exact float32 arithmetic, for all types but float64. The compile-time constants depend on the layer,
-the memory format, and the tile of a block, which a model of instructions and bytes chooses for the volume.
+the memory format, and the tile of a block. A model of instructions and bytes chooses the tile among a few of the
+layer (`planning/repertoire.py`), so that most new volumes use a kernel that is already compiled.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from math import inf, prod
 
 from ...planning import offers
 from ...planning.calibration import Work
-from ...planning.geometry import Axis, Gather
+from ...planning.geometry import Axis, Gather, Triple
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
 from .arguments import DEPTHWISE_TILES
@@ -55,6 +57,7 @@ class Tiling:
 
     side: Side
     slab: Slab
+    stored: int = 1  # neighbouring outputs that a thread stores at once
 
     @property
     def window(self) -> int:
@@ -234,15 +237,52 @@ def _channels(last: bool, groups: int, side: Side, tiles: int) -> list[int]:
     return sorted({1, max(1, min(groups, FEW_THREADS // (tiles * side.outs)))})
 
 
+Choice = tuple[Slab, int]  # the slab of a block, and the neighbouring outputs that a thread stores at once
+_repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
+
+
+def forget() -> None:
+    """Forgets the first volume of every layer, so that the next volume counts as the first."""
+    _own.cache_clear()
+    _repertoire.forget()
+
+
 @lru_cache(maxsize=1024)
-def _tiling(problem: Problem, device: Device) -> Tiling | None:
-    """Returns the tiling with the fewest cycles by the model, or None if none fits."""
+def _own(problem: Problem, device: Device) -> Choice | None:
+    """Returns the choice with the fewest cycles by the model for this volume, or None if none fits."""
     found = _candidates(Side.of(problem), device)
     nominal = -(-problem.input_size[0] // 3)
     found = sorted(found, key=lambda tiling: tiling.cycles(nominal, device))[:FINALISTS]
     found = [replace(tiling, slab=tiling.slab.settled()) for tiling in found]
     found = [tiling for tiling in found if tiling.fits(device)]
-    return min(found, key=lambda tiling: tiling.cycles(tiling.length(device), device), default=None)
+    best = min(found, key=lambda tiling: tiling.cycles(tiling.length(device), device), default=None)
+    return None if best is None else (best.slab, _stored(best))
+
+
+def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | None:
+    """Returns the tiling of a choice with copies and stores as wide as this volume's lines allow, or None."""
+    side, (slab, stored) = Side.of(problem), choice
+    widest = grains(problem, side.x, side.x_size[2], problem.geometry.groups * side.reduced)[0]
+    tiling = Tiling(side, replace(slab, grain=min(slab.grain, widest)))
+    return replace(tiling, stored=min(stored, _stored(tiling))) if tiling.fits(device) else None
+
+
+def _tiling(problem: Problem, device: Device) -> Tiling | None:
+    """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
+    types = problem.dtype, problem.activation, channels_last(problem.input), channels_last(problem.output)
+
+    def cost(choice: Choice, _: float) -> float:
+        tiling = _of_choice(problem, device, choice)
+        return inf if tiling is None else tiling.cycles(tiling.length(device), device)
+
+    choice = _repertoire.choose(
+        (problem.which, problem.geometry, *types, device),
+        (problem.batch, problem.input_size),
+        lambda: _own(problem, device),
+        lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
+        cost,
+    )
+    return None if choice is None else _of_choice(problem, device, choice)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -258,7 +298,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     side = Side.of(problem)
     if any(sum(gather.count) == 0 for gather in side.gathers):
         return "no tap reaches the output"
-    if side.terms > MOST_TERMS:
+    if side.terms > MOST_TERMS or (side.chained and side.reduced > 1):  # PyTorch adds depthwise sums term by term
         return f"sums of {side.terms} products need partial sums"
     if side.positions * g.groups * side.outs >= 2**31 or max(side.x_size[2], side.y_size[2]) >= 2**28:
         return "the volume is too large"
@@ -313,7 +353,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _stored(tiling: Tiling) -> int:
-    """Returns the neighbouring outputs that a thread stores at once."""
+    """Returns the most neighbouring outputs that a thread can store at once."""
     side, item = tiling.side, tiling.slab.item
     if side.y[4] != 1:
         return 1
@@ -336,7 +376,7 @@ def _constants(tiling: Tiling, device: Device) -> Constants:
         ("kOuts", side.outs),
         ("kChannelsX", slab.channels),
         *block_constants(slab),
-        ("kStored", _stored(tiling)),
+        ("kStored", tiling.stored),
         *axis_constants(problem.geometry.axes, "kernel"),
         *axis_constants(side.gathers, "input_step", "phases"),
         *((f"kMin{n}", gather.reach[0]) for n, gather in zip("DHW", side.gathers, strict=True)),

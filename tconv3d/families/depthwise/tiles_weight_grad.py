@@ -1,7 +1,8 @@
 """Plans depthwise_tiles_weight_grad.cuh: the weight gradient of depthwise layers, a tile of a plane per thread.
 
 Sums are added in float32, for all types but float64. The compile-time constants depend on the layer, the memory
-format, and the tile of a block, which a model of instructions and bytes chooses for the volume.
+format, and the tile of a block. A model of instructions and bytes chooses the tile among a few of the layer
+(`planning/repertoire.py`), so that most new volumes use a kernel that is already compiled.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from math import inf, prod
 
 from ...planning import offers
 from ...planning.calibration import Work
+from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
 from ...planning.sums import reduce_parts
 from .arguments import DEPTHWISE_TILES_WEIGHT_GRAD
@@ -218,9 +221,19 @@ def _channels(last: bool, groups: int, pairs: int, tiles: int) -> list[int]:
     return sorted({1, max(1, min(groups, WARP // (tiles * pairs)))})
 
 
+Choice = tuple[Slab, Slab]  # the slabs of dy and of x
+_repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
+
+
+def forget() -> None:
+    """Forgets the first volume of every layer, so that the next volume counts as the first."""
+    _own.cache_clear()
+    _repertoire.forget()
+
+
 @lru_cache(maxsize=1024)
-def _tiling(problem: Problem, device: Device) -> Tiling | None:
-    """Returns the tiling with the fewest cycles by the model, or None if none fits."""
+def _own(problem: Problem, device: Device) -> Choice | None:
+    """Returns the choice with the fewest cycles by the model for this volume, or None if none fits."""
     found = _candidates(problem, device)
 
     def nominal(tiling: Tiling) -> float:
@@ -233,7 +246,39 @@ def _tiling(problem: Problem, device: Device) -> Tiling | None:
         if tiling.fits(device)
     ]
     found = [tiling for tiling in found if tiling.fits(device) and tiling.length(device) > 0]
-    return min(found, key=lambda tiling: tiling.cycles(tiling.length(device), device), default=None)
+    best = min(found, key=lambda tiling: tiling.cycles(tiling.length(device), device), default=None)
+    return None if best is None else (best.gradients, best.inputs)
+
+
+def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | None:
+    """Returns the tiling of a choice with copies as wide as this volume's lines allow, or None if it does not fit."""
+    gradients, inputs = choice
+    g = problem.geometry
+    widest_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)[0]
+    widest_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)[0]
+    tiling = Tiling(
+        problem,
+        replace(gradients, grain=min(gradients.grain, widest_dy)),
+        replace(inputs, grain=min(inputs.grain, widest_x)),
+    )
+    return tiling if tiling.fits(device) and tiling.length(device) > 0 else None
+
+
+def _tiling(problem: Problem, device: Device) -> Tiling | None:
+    """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
+
+    def cost(choice: Choice, _: float) -> float:
+        tiling = _of_choice(problem, device, choice)
+        return inf if tiling is None else tiling.cycles(tiling.length(device), device)
+
+    choice = _repertoire.choose(
+        (problem.geometry, problem.dtype, problem.bias, channels_last(problem.output), device),
+        (problem.batch, problem.input_size),
+        lambda: _own(problem, device),
+        lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
+        cost,
+    )
+    return None if choice is None else _of_choice(problem, device, choice)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

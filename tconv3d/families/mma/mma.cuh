@@ -20,9 +20,14 @@
 // rewritten as rows of channels; weights are rounded when they are packed. Strict float32 (kHalves == 2)
 // computes every product as three TF32 products of split values (`Halves`): x is split after it is loaded
 // from shared memory, weights when they are packed.
+//
+// With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
+// its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
+// read their weights for every tile otherwise, which are as many bytes as their halos.
 #pragma once
 
 #include "mma_copies.cuh"
+#include "mma_moments.cuh"
 #include "mma_stores.cuh"
 #include "mma_tile.cuh"
 
@@ -42,6 +47,7 @@ struct Mma {
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
+  static_assert(C::kResident || C::kWeightStages == C::kStages, "stages are used again");
 
   // A place in the loop over chunks and steps, with the indices of its buffers. `row` is the step's first row
   // of taps; `halo` is the buffer of the halo that the step reads.
@@ -56,20 +62,21 @@ struct Mma {
   // Pointers to the parts of the block's shared memory.
   struct Shared {
     int* table;           // offset in a halo of every window of every row of taps
-    unsigned* weights;    // kStages stages of packed weights
+    unsigned* weights;    // kWeightStages stages of packed weights
     MmaItem* items;       // list of the items of a halo
     unsigned char* halo;  // kHaloBuffers halos
 
     __device__ __forceinline__ explicit Shared(int slots)
         : table(dynamic_shared<int>()),
           weights(dynamic_shared<unsigned>() + kTableInts),
-          items(reinterpret_cast<MmaItem*>(weights + C::kStages * kStageWords)),
+          items(reinterpret_cast<MmaItem*>(weights + C::kWeightStages * kStageWords)),
           halo(reinterpret_cast<unsigned char*>(items + (slots + 1) / 2 * 2)) {}
   };
 
   const Tile& tile;
   const Shared& shared;
   const Copies& copies;
+  bool first;  // the block's first tile
   int warp_m, warp_n, lane, halo_bytes;
   // Shared-memory address that this lane's row of the first tile reads at offset 0 of the first halo.
   unsigned base;
@@ -82,7 +89,7 @@ struct Mma {
     warp_m = warp % C::kWarpsM;
     warp_n = warp / C::kWarpsM;
     halo_bytes = Tile::kPieces * tile.piece_bytes();
-    for (int i = threadIdx.x; i < tile.rows * C::kWindows; i += C::kThreads)
+    for (int i = threadIdx.x; first && i < tile.rows * C::kWindows; i += C::kThreads)
       shared.table[i] = tile.window_offset(i / C::kWindows, i % C::kWindows);
     copies.list_items(shared.items);
     base = ptx::shared_address(shared.halo) + lane / 16 * tile.piece_bytes() +
@@ -112,7 +119,7 @@ struct Mma {
   // ---- The pipeline.
 
   __device__ __forceinline__ void advance(Cursor& at) const {
-    at.stage = at.stage + 1 == C::kStages ? 0 : at.stage + 1;
+    at.stage = !C::kResident && at.stage + 1 == C::kStages ? 0 : at.stage + 1;
     at.row += tile.rows_of(at.step);
     if (++at.step == tile.steps) {
       at.step = at.row = 0;
@@ -125,7 +132,8 @@ struct Mma {
   __device__ __forceinline__ void ask_for(Ahead& at) {
     if (at.chunk < Layout::kChunks) {
       const int rows = tile.rows_of(at.step);
-      copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
+      if (!C::kResident || first)
+        copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
       if (!kThroughRegisters && tile.begins_halo(at.step))
         copies.copy_halo(shared.halo + at.halo * halo_bytes, at.chunk, tile.source_of(at.step));
       at.weights += rows * kRowWords;
@@ -318,6 +326,21 @@ struct Mma {
     }
   }
 
+  // Applies the epilogue to all sums; used if the moments of the results are stored too.
+  __device__ __forceinline__ void apply_epilogue() {
+#pragma unroll
+    for (int f = 0; f < C::kPhases; ++f) {
+#pragma unroll
+      for (int m = 0; m < C::kTilesM; ++m) {
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[f][m][j][e] = C::Epilogue::apply(sums[f][m][j][e]);
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void compute() {
     prepare();
     start_from_bias();
@@ -343,7 +366,14 @@ struct Mma {
       }
       ptx::copy_wait<0>();
     }
-    const Stores stores{tile, warp_m, warp_n, lane};
+    if constexpr (C::Epilogue::kLeavesMoments) {
+      apply_epilogue();
+      MmaMoments<C>{tile, sums, warp_m, warp_n, lane}.store();
+    }
+    // Stores do not pass through the shared memory of weights that the next tile needs.
+    unsigned char* const staged =
+        C::kResident ? reinterpret_cast<unsigned char*>(shared.items) : dynamic_shared<unsigned char>();
+    const Stores stores{tile, warp_m, warp_n, lane, reinterpret_cast<Scalar*>(staged)};
     if constexpr (C::kLastOut) {
       stores.store_rows(sums);
     } else {
@@ -355,11 +385,17 @@ struct Mma {
 template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Mma<Config>;
-  const typename Kernel::Tile tile(args);
   const typename Kernel::Shared shared(args.slots);
-  const typename Kernel::Copies copies(tile, shared.items);
-  Kernel kernel{tile, shared, copies};
-  kernel.compute();
+  const int tiles = Config::kResident ? args.tiles_of_block : 1;
+#pragma unroll 1
+  for (int i = 0; i < tiles; ++i) {
+    const typename Kernel::Tile tile(args, i);
+    if (Config::kResident && tile.n >= args.batch) break;
+    if (i > 0) __syncthreads();  // no thread still reads the shared memory of the previous tile
+    const typename Kernel::Copies copies(tile, shared.items);
+    Kernel kernel{tile, shared, copies, i == 0};
+    kernel.compute();
+  }
 }
 
 }  // namespace tconv3d

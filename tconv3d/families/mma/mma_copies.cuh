@@ -13,7 +13,7 @@ namespace tconv3d {
 // One position of a halo. Items are listed in the order of x.
 struct MmaItem {
   unsigned from;   // offset in x from the halo's first position, in bytes
-  unsigned place;  // low 16 bits: slot; bit 16 + s: source s has the item inside x
+  unsigned place;  // low 16 bits: slot; bit 16 + s: source s has the item inside x (unless kManySources)
 
   __device__ __forceinline__ unsigned slot() const { return (place & 0xFFFFu) * 16u; }
   static __device__ __forceinline__ unsigned mask(int source) { return 0x10000u << source; }
@@ -39,6 +39,27 @@ struct MmaCopies {
         items(items),
         count(tile.args.tile_n * tile.args.halo.d * tile.args.halo.h * tile.args.halo.w) {}
 
+  // Tells whether item (n, d, h, w) of a source's halo lies inside x.
+  __device__ __forceinline__ bool is_inside(int source, int n, int d, int h, int w) const {
+    const Args& args = tile.args;
+    const Extent start = tile.start(source);
+    const int x_d = start.d + d * C::kLineStepD, x_h = start.h + h * C::kLineStepH, x_w = start.w + w;
+    return tile.n + n < args.batch && x_d >= 0 && x_d < args.x_size.d && x_h >= 0 && x_h < args.x_size.h &&
+           x_w >= 0 && x_w < args.x_size.w;
+  }
+  // Tells the same of item i of the list.
+  __device__ __forceinline__ bool is_inside(const MmaItem& item, int i, int source) const {
+    if constexpr (C::kManySources) {
+      const Args& args = tile.args;
+      const int line = divide(i, args.halo_w), sheet = divide(line, args.halo_h);
+      const int n = divide(sheet, args.halo_d);
+      return is_inside(source, n, sheet - n * args.halo.d, line - sheet * args.halo.h,
+                       i - line * args.halo.w);
+    } else {
+      return (item.place & MmaItem::mask(source)) != 0;
+    }
+  }
+
   __device__ __forceinline__ void list_items(MmaItem* to) const {
     const Args& args = tile.args;
     for (int i = threadIdx.x; i < count; i += C::kThreads) {
@@ -46,13 +67,8 @@ struct MmaCopies {
       const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
       const int h = line - sheet * args.halo.h, w = i - line * args.halo.w;
       unsigned place = static_cast<unsigned>(tile.slot(sheet, h, w)) / 16u;
-      for (int source = 0; source < tile.sources; ++source) {
-        const Extent start = tile.start(source);
-        const int x_d = start.d + d * C::kLineStepD, x_h = start.h + h * C::kLineStepH, x_w = start.w + w;
-        const bool inside = tile.n + n < args.batch && x_d >= 0 && x_d < args.x_size.d && x_h >= 0 &&
-                            x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
-        place |= static_cast<unsigned>(inside) << (16 + source);
-      }
+      for (int source = 0; !C::kManySources && source < tile.sources; ++source)
+        place |= static_cast<unsigned>(is_inside(source, n, d, h, w)) << (16 + source);
       const long long from = n * args.x_strides.n + d * C::kLineStepD * args.x_strides.d +
                              h * C::kLineStepH * args.x_strides.h + w * args.x_strides.w;
       to[i] = {static_cast<unsigned>(from) * static_cast<unsigned>(sizeof(Scalar)), place};
@@ -125,7 +141,7 @@ struct MmaCopies {
                                              int first) const {
     constexpr int kBatch = 4, kStep = C::kThreads / kParts;
     const unsigned char* const from = address(origin, channel);
-    const unsigned mask = channel < C::kReduced ? MmaItem::mask(source) : 0u;
+    const bool exists = channel < C::kReduced;
     int i = first;
 #pragma unroll 1
     for (; i + (kBatch - 1) * kStep < count; i += kBatch * kStep) {
@@ -133,14 +149,14 @@ struct MmaCopies {
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) batch[k] = items[i + k * kStep];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) copy_item(to, from, batch[k], mask);
+      for (int k = 0; k < kBatch; ++k)
+        copy_item(to, from, batch[k], exists && is_inside(batch[k], i + k * kStep, source));
     }
 #pragma unroll 1
-    for (; i < count; i += kStep) copy_item(to, from, items[i], mask);
+    for (; i < count; i += kStep) copy_item(to, from, items[i], exists && is_inside(items[i], i, source));
   }
   static __device__ __forceinline__ void copy_item(unsigned to, const unsigned char* from,
-                                                   const MmaItem& item, unsigned mask) {
-    const bool inside = (item.place & mask) != 0;
+                                                   const MmaItem& item, bool inside) {
     if constexpr (kByPieces) {
       ptx::copy_piece(to + item.slot(), from + item.from, inside);
     } else {
@@ -166,7 +182,7 @@ struct MmaCopies {
     for (int k = 0; k < kJobWords; ++k) {
       const int i = own_item() + (jobs.next * kJobWords + k) * kItemsAtOnce;
       const MmaItem item = items[i < count ? i : 0];
-      const bool inside = i < count && (item.place & MmaItem::mask(jobs.source)) != 0;
+      const bool inside = i < count && is_inside(item, i, jobs.source);
       const Scalar* const low = reinterpret_cast<const Scalar*>(from + item.from);
       jobs.low[k] = jobs.high[k] = Scalar{};
       if (inside && channel < C::kReduced) jobs.low[k] = load_constant(low);

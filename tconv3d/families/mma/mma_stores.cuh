@@ -19,14 +19,17 @@ struct MmaStores {
 
   const Tile& tile;
   int warp_m, warp_n, lane;
+  Scalar* staged;  // shared memory for lines of outputs
 
   // Returns neighbouring sums as outputs; `to` is the address of the first output, `channel` its channel in
   // the group.
   template <bool kChannels, int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> finished(float (&sums)[kCount], const Scalar* to, int n,
                                                              int channel, int step, int present) const {
-    const long long offset = to - static_cast<const Scalar*>(tile.args.y);
-    finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
+    if constexpr (!C::Epilogue::kLeavesMoments) {  // otherwise mma.cuh has already applied the epilogue
+      const long long offset = to - static_cast<const Scalar*>(tile.args.y);
+      finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
+    }
     Vector<Scalar, kCount> values;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Scalar>::from(sums[k]);
@@ -114,7 +117,7 @@ struct MmaStores {
   }
 
   template <int kFirst>
-  __device__ __forceinline__ void put_together(const Sums& sums, Scalar* staged) const {
+  __device__ __forceinline__ void put_together(const Sums& sums) const {
     const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
     const auto first = tile.position(warp_m, lane / 4, 0), second = tile.position(warp_m, lane / 4 + 8, 0);
     static_for<C::kStoreTiles>([&](auto i) {
@@ -209,7 +212,7 @@ struct MmaStores {
     }
   }
 
-  __device__ __forceinline__ void store_columns(const Scalar* staged, int first_tile) const {
+  __device__ __forceinline__ void store_columns(int first_tile) const {
     const Args& args = tile.args;
     const int lines = args.tile_n * args.tile.d * args.tile.h, warp = threadIdx.x / 32;
     const int lanes = args.store_lanes, whole = args.tile.w * kPhasesW;
@@ -242,13 +245,12 @@ struct MmaStores {
   }
 
   __device__ __forceinline__ void store_lines(const Sums& sums) const {
-    Scalar* const staged = dynamic_shared<Scalar>();
     static_for<(C::kTilesN + C::kStoreTiles - 1) / C::kStoreTiles>([&](auto i) {
       constexpr int kFirst = decltype(i)::value * C::kStoreTiles;
       __syncthreads();  // no thread still reads this shared memory
-      put_together<kFirst>(sums, staged);
+      put_together<kFirst>(sums);
       __syncthreads();
-      store_columns(staged, kFirst);
+      store_columns(kFirst);
     });
   }
 };

@@ -47,8 +47,10 @@ struct MmaTile {
   int first_source, sources;      // first source and number of sources of the block
   int first_row, rows;            // first row and number of rows of taps of the block
   int first_step, steps;          // first step and number of steps of a chunk of the block
+  int place;                      // number of the block among those with its batch items and channels
 
-  __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
+  // Tile `number` of the block.
+  __device__ __forceinline__ MmaTile(const Args& args, int number) : args(args) {
     int block = blockIdx.x;
     const int phase = block % kBlockPhases;
     block /= kBlockPhases;
@@ -56,12 +58,15 @@ struct MmaTile {
     block /= Layout::kSlices;
     group = block % C::kGroups;
     block /= C::kGroups;
+    if constexpr (C::kResident) block = block * args.tiles_of_block + number;
     const int rest_w = divide(block, args.tiles_w), rest_h = divide(rest_w, args.tiles_h);
     const int rest_d = divide(rest_h, args.tiles_d);
     first_w = (block - rest_w * static_cast<int>(args.tiles_w.divisor)) * args.tile.w;
     first_h = (rest_w - rest_h * static_cast<int>(args.tiles_h.divisor)) * args.tile.h;
     first_d = (rest_h - rest_d * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
     n = rest_d * args.tile_n;
+    const int tiles = static_cast<int>(args.tiles_d.divisor * args.tiles_h.divisor * args.tiles_w.divisor);
+    place = (block - rest_d * tiles) * kBlockPhases + phase;
 
     phase_w = phase % kBlockPhasesW;
     phase_h = phase / kBlockPhasesW % kBlockPhasesH;

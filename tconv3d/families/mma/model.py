@@ -8,7 +8,7 @@ position of the halo is an item, with a chunk of channels in slots of shared mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -47,6 +47,8 @@ SECTOR = 32  # bytes of a sector of memory
 SECTOR_ENDS = 28.0  # bytes of the sectors at both ends of an unaligned line that belong to other lines, on average
 TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal parts take 1.26 times one
 OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
+# Blocks with several tiles were never measured: they are taken only if predicted to be clearly faster than others.
+RESIDENT = 1.05
 LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
 K_STEP = 32  # bytes of channels per matrix instruction
@@ -84,6 +86,8 @@ class Build:
     rows: int  # rows of taps per stage
     stages: int
     blocks: int  # blocks per multiprocessor
+    resident: bool = False  # a block computes several tiles, and all its weights stay in shared memory
+    apart: bool = False  # every row of taps has a halo of its own
 
     @property
     def threads(self) -> int:
@@ -103,6 +107,8 @@ class Build:
             f"{self.warps_m * self.warps_n} warps x {self.blocks} blocks, each block {self.positions} positions x "
             f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
             f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
+            + (", weights stay in shared memory" if self.resident else "")
+            + (", a halo for each tap" if self.apart else "")
         )
 
 
@@ -195,6 +201,7 @@ class Candidate:
     copy: int  # kCopy in mma_copies.cuh: how the halo is copied to shared memory
     item_bytes: int
     rows: bool = False  # another launch first rewrites x as rows of channels
+    tiles_of_block: int = 1  # tiles that a block computes one after the other
 
     @property
     def rounds(self) -> bool:
@@ -267,11 +274,24 @@ class Candidate:
     def copy_bytes(self) -> int:
         items = -(-self.box.slots // 2) * 16
         halos = self.halo_buffers * self.box.slots * self.build.steps * K_STEP
-        return self.table_bytes + self.build.stages * self.stage_bytes + items + halos
+        return self.kept_bytes + items + halos
+
+    @property
+    def weight_stages(self) -> int:
+        """The stages of weights in shared memory: a ring, or all steps of a block."""
+        if not self.build.resident:
+            return self.build.stages
+        steps = (sum(-(-len(source.rows) // self.build.rows) for source in phase) for phase in self.work.phases)
+        return max(2, self.chunks * max(steps))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of shared memory before the items and halos: the table and the weights."""
+        return self.table_bytes + self.weight_stages * self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
-        return max(self.copy_bytes, self.store_bytes)
+        return max(self.copy_bytes, self.store_bytes + (self.kept_bytes if self.build.resident else 0))
 
     def blocks_that_fit(self, device: Device) -> int:
         """Returns how many blocks fit a multiprocessor's shared memory, including the system's bytes per block."""
@@ -280,7 +300,13 @@ class Candidate:
     @property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
-        return prod(self.box.tiles) * g.groups * self.slices * len(self.work.phases)
+        return -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices * len(self.work.phases)
+
+    def in_one_wave(self, device: Device) -> Candidate:
+        """Returns the candidate with as many tiles for each block as make all blocks run at the same time."""
+        kinds = self.work.side.problem.geometry.groups * self.slices * len(self.work.phases)
+        blocks = max(1, self.build.blocks * device.multiprocessors // kinds)
+        return replace(self, tiles_of_block=-(-prod(self.box.tiles) // blocks))
 
     def cycles(self, device: Device) -> float:
         """Returns the predicted cycles of the whole launch, and of the launch that rewrites x, if any.
@@ -293,10 +319,11 @@ class Candidate:
         # Blocks of the last wave, which is seldom full, share their multiprocessors with fewer blocks.
         rounds = whole + LAST_ROUND * (-(-self.grid // resident) - whole) if whole > 1 else 1.0
         sharing = min(self.build.blocks, -(-self.grid // device.multiprocessors))
-        *inner, storing = self._parts()
+        *inner, storing = self.parts()
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
-        return rounds * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
+        tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
+        return tiles * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
 
     def _writing_rows(self, device: Device) -> float:
         """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
@@ -311,7 +338,7 @@ class Candidate:
     def _waiting(self) -> float:
         """Cycles for which a block idles if no other block shares its multiprocessor."""
         steps = self.chunks * self._steps
-        products = MULTIPLY_CYCLES * self._multiplies / max(steps, 1.0)  # cycles of a step
+        products = MULTIPLY_CYCLES * self.multiplies / max(steps, 1.0)  # cycles of a step
         late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
         waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
         exposed = 0.0
@@ -329,14 +356,14 @@ class Candidate:
         return sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources) / len(self.work.phases)
 
     @property
-    def _multiplies(self) -> float:
-        """Matrix instructions of an average block."""
+    def multiplies(self) -> float:
+        """Matrix instructions of an average tile."""
         b = self.build
         taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
         return b.warps_m * b.warps_n * self.chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
-    def _parts(self) -> tuple[float, ...]:
-        """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average block."""
+    def parts(self) -> tuple[float, ...]:
+        """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average tile."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
@@ -345,21 +372,21 @@ class Candidate:
         k_steps = self.chunks * b.steps
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
-        weight_bytes = self.chunks * taps * self.tap_bytes
+        weight_bytes = self.chunks * taps * self.tap_bytes / self.tiles_of_block
         halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
-            rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self._multiplies / self.work.products
+            rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self.multiplies / self.work.products
         copying = WEIGHT_INSTRUCTIONS / 32 * weight_bytes / 16
         copying += COPY_INSTRUCTIONS / 32 * halo_bytes / (16, 4, 2)[self.copy]
         control = STEP_INSTRUCTIONS * self._steps + HALO_INSTRUCTIONS * sources
         control = warps * self.chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
-        issued = self._multiplies + a_loads + b_bytes / 512 + rounding + copying + control
+        issued = self.multiplies + a_loads + b_bytes / 512 + rounding + copying + control
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
         issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
         return (
-            MULTIPLY_CYCLES * self._multiplies,
+            MULTIPLY_CYCLES * self.multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
             (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
@@ -441,7 +468,10 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             if needed > MAX_REGISTERS:
                 continue
             for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
-                yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks)
+                yield Build(
+                    *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
+                    apart=work.apart,
+                )
 
 
 @lru_cache(maxsize=4096)
@@ -458,24 +488,49 @@ def rows_of_step(work: Work, multiplies: int) -> tuple[int, ...]:
 
 
 def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
-    """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels."""
-    for work in works(side):
+    """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels.
+
+    Where taps reach so far that no halo fits, every tap gets a halo of its own.
+    """
+    found = None
+    for found in _of_works(works(side), copy, item_bytes, device, rows):
+        yield found
+    if found is None:
+        yield from _of_works([Work(side, 0, apart=True)], copy, item_bytes, device, rows)
+
+
+def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Device, rows: bool) -> Iterator[Candidate]:
+    for work in divided:
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
                 found = Candidate(work, build, box, copy, item_bytes, rows)
-                fit = found.blocks_that_fit(device)
-                if fit >= build.blocks:
-                    yield found
-                elif fit > 0:
-                    yield replace(found, build=replace(build, blocks=fit))
+                fit = min(found.blocks_that_fit(device), build.blocks)
+                if fit > 0:
+                    yield found if fit == build.blocks else replace(found, build=replace(build, blocks=fit))
+                if build.stages == 2:
+                    yield from _resident(found, device)
 
 
 def candidates_of(
     build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
 ) -> Iterator[Candidate]:
     """Yields one build with each of its boxes that fit the device."""
-    work = Work(side, build.unrolled)
+    work = Work(side, build.unrolled, build.apart)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)
+        if build.resident:
+            found = found.in_one_wave(device)
         if found.blocks_that_fit(device) >= build.blocks:
             yield found
+
+
+def _resident(found: Candidate, device: Device) -> Iterator[Candidate]:
+    """Yields the candidate with all its weights in shared memory, if they fit and a block has several tiles."""
+    if found.chunks * found.work.least_rows * found.stage_bytes // found.build.rows > device.shared_bytes:
+        return
+    resident = replace(found, build=replace(found.build, resident=True))
+    fit = min(resident.blocks_that_fit(device), found.build.blocks)
+    if fit > 0:
+        several = replace(resident, build=replace(resident.build, blocks=fit)).in_one_wave(device)
+        if several.tiles_of_block > 1:
+            yield several

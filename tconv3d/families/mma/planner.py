@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from math import inf, prod
+from math import gcd, inf, prod
 
 from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
@@ -25,7 +25,7 @@ from ...planning.side import Side
 from ...planning.turning import channel_rows
 from .arguments import MMA, MMA_PACK
 from .model import Build, Candidate, candidates, candidates_of
-from .work import Work
+from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
@@ -34,6 +34,7 @@ PRODUCTS_PER_CYCLE = 565.0
 MAX_TAPS = 1024  # taps that the tables of a kernel hold
 PACK_THREADS = 256  # threads per block of mma_pack
 ALIGN = 256  # bytes to which a region of the workspace is aligned
+MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 PACK_ELEMENTS = 4096  # elements of the weight in the shared memory of a block of mma_pack
 PIECES, WORDS, HALVES = range(3)  # kCopy in mma_copies.cuh: copies of 16 bytes, of 4 bytes, or of 2 via registers
 
@@ -65,7 +66,7 @@ def _strict(problem: Problem) -> bool:
 
 
 def _why_no_build(problem: Problem, device: Device) -> str | None:
-    found = _chosen(problem, device)
+    found = chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
     if _halo_span(found) * problem.item_bytes > INT32_MAX:
@@ -91,21 +92,27 @@ def least(problem: Problem, device: Device) -> calibration.Work:
 
 def work(problem: Problem, device: Device) -> calibration.Work:
     """Returns the work of the launches as the model predicts it."""
-    found = _chosen(problem, device)
+    found = chosen(problem, device)
     if found is None or _why_no_build(problem, device):  # work that is never the cheapest
         return calibration.Work(2, inf)
     return calibration.Work(2, found.cycles(device))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    found = _chosen(problem, device)
+    found = chosen(problem, device)
     if found is None:
         raise ValueError(why_not(problem, device))
     return plan_of(found, problem)
 
 
 def plan_of(found: Candidate, problem: Problem) -> Plan:
-    packed, rows = _packed_bytes(found), -(-_packed_bytes(found) // ALIGN) * ALIGN
+    packed = end = _packed_bytes(found)
+    regions = []
+    for name, size in (("rows", _rows_bytes(problem) if found.rows else 0), ("moments", _moment_bytes(found))):
+        if size:
+            start = -(-end // ALIGN) * ALIGN
+            regions.append((name, start))
+            end = start + size
     launches = [_pack(found), *([_rows(problem)] if found.rows else []), _main(found)]
     if problem.which is Pass.INPUT_GRAD:
         names = {"x": "dy", "bias": "null", "y": "dx"}
@@ -118,12 +125,46 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
         + (", three TF32 products" if found.work.strict else "")
         + (", of rows of channels that are written first" if found.rows else ""),
         tuple(launches),
-        rows + _rows_bytes(problem) if found.rows else packed,
+        end,
         tile,
-        regions=(("rows", rows),) if found.rows else (),
+        regions=tuple(regions),
         packed_bytes=packed if problem.which is Pass.FORWARD else 0,  # only forward passes reuse packed weights
+        moments=_moments(found),
         preparing=2 if found.rows else 1,
     )
+
+
+def leaves_moments(problem: Problem) -> bool:
+    """Tells whether the kernel stores the moments of its outputs for a norm that follows."""
+    return problem.which is Pass.FORWARD and problem.norm is not None and not problem.has_operands
+
+
+def _moment_band(found: Candidate) -> int:
+    """Returns how many neighbouring output channels of a norm group and a warp share their moments: a power of 2."""
+    p, tiles_n = found.work.side.problem, found.build.tiles_n
+    if p.norm is None:
+        return 1
+    shared = gcd(p.geometry.out_channels // p.norm.groups, p.geometry.out_per_group, 8 * tiles_n)
+    band = shared & -shared
+    return band if tiles_n % 2 == 0 or tiles_n == 1 else min(band, 2)
+
+
+def _moment_slots(found: Candidate) -> int:
+    """Returns how many warps store moments of a band of channels of a batch item."""
+    return prod(found.box.tiles[1:]) * len(found.work.phases) * found.build.warps_m
+
+
+def _moments(found: Candidate) -> int:
+    """Returns the moments that are stored for each norm group of a batch item."""
+    p = found.work.side.problem
+    if p.norm is None or not leaves_moments(p):
+        return 0
+    return p.geometry.out_channels // p.norm.groups // _moment_band(found) * _moment_slots(found)
+
+
+def _moment_bytes(found: Candidate) -> int:
+    p = found.work.side.problem
+    return MOMENT_BYTES * p.batch * p.norm.groups * _moments(found) if p.norm else 0
 
 
 def _read(problem: Problem) -> tuple[int, ...]:
@@ -173,9 +214,9 @@ def forget() -> None:
     _repertoire.forget()
 
 
-def _chosen(problem: Problem, device: Device) -> Candidate | None:
+def chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
-    types = (problem.dtype, problem.tf32, problem.activation)
+    types = (problem.dtype, problem.tf32, problem.activation, problem.norm)
     kind = (problem.which, problem.geometry, *types, problem.input[1] == 1)
     choice = _repertoire.choose(
         (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
@@ -208,7 +249,9 @@ def _typical(problem: Problem) -> list[Problem]:
 @lru_cache(maxsize=1024)
 def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
-    settings = (problem, replace(device, name=""))
+    # What follows the sums does not matter to the model: layers that differ in it share a search.
+    plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
 
@@ -301,6 +344,7 @@ def _step_tables(found: Candidate) -> Constants:
         ("kRows", most),
         ("kWholeSteps", all(count == most for count in counts)),
         ("kMostSources", max(map(len, found.work.phases))),
+        ("kManySources", max(map(len, found.work.phases)) > MAX_SOURCES),
         ("kFirstStep", tuple(first)),
         ("kStepRows", counts),
         ("kStepSource", numbers),
@@ -411,13 +455,16 @@ def _main(found: Candidate) -> Launch:
     constants: Constants = (
         ("kThreads", build.threads),
         ("kMinBlocks", build.blocks),
-        ("Epilogue", p.activation),
+        ("Epilogue", f"tconv3d::LeavingMoments<{p.activation}>" if leaves_moments(p) else p.activation),
+        ("kMomentBand", _moment_band(found)),
         *_layout_constants(found),
         ("kUnrolled", build.unrolled),
         ("kTilesM", build.tiles_m),
         ("kWarpsM", build.warps_m),
         ("kMostRows", work.most_rows),
         ("kStages", build.stages),
+        ("kWeightStages", found.weight_stages),
+        ("kResident", build.resident),
         ("kHaloBuffers", found.halo_buffers),
         ("kCopy", found.copy),
         ("kRounds", found.rounds),
@@ -441,7 +488,13 @@ def _main(found: Candidate) -> Launch:
         grid=(found.grid, 1, 1),
         threads=build.threads,
         shared_bytes=found.shared_bytes,
-        pointers=MMA.pointers(x="rows" if found.rows else "x", packed="workspace", bias="bias", y="y"),
+        pointers=MMA.pointers(
+            x="rows" if found.rows else "x",
+            packed="workspace",
+            bias="bias",
+            y="y",
+            left="moments" if leaves_moments(p) else "null",
+        ),
         scalars=_scalars(found),
     )
 
@@ -456,6 +509,7 @@ def _scalars(found: Candidate) -> bytes:
         x_size=side.x_size,
         y_size=side.y_size,
         batch=side.problem.batch,
+        tiles_of_block=found.tiles_of_block,
         tile_n=box.items,
         tile=box.tile,
         halo=box.halo,
@@ -467,6 +521,7 @@ def _scalars(found: Candidate) -> bytes:
         store_pitch=found.store_pitch,
         store_lanes=_store_lanes(found),
         store_width=_store_width(found),
+        moment_slots=_moment_slots(found),
         **per_axis("tiles", box.tiles[1:]),
         tile_d=tile_d,
         tile_h=tile_h,

@@ -12,7 +12,9 @@ from itertools import product
 from ...planning.geometry import Triple
 from ...planning.side import Side, Unrolled
 
-MAX_SOURCES = 16  # sources of a block phase: an item of the halo has one bit for each in a 16-bit mask
+# Sources of a block phase whose items have one bit for each in a 16-bit mask; with more sources, copies compute
+# which items lie inside x.
+MAX_SOURCES = 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Work:
 
     side: Side
     unrolled: int
+    apart: bool = False  # every row of taps is a source of its own, because the halo of several would be too large
 
     @property
     def strict(self) -> bool:
@@ -72,7 +75,7 @@ class Work:
     def line_steps(self) -> Triple:
         """Lines of x from line to line of a halo: the input step if every phase of x has its own halo, else 1."""
         d, h, _ = (gather.input_step for gather in self.side.gathers)
-        return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
+        return (d, h, 1) if self.apart or d * h <= MAX_SOURCES else (1, 1, 1)
 
     @cached_property
     def halo_steps(self) -> Triple:
@@ -97,7 +100,7 @@ class Work:
             taps = tuple(gather.tap(i, j) for gather, i, j in zip(outer, phase, row, strict=True))
             offsets = (*(gather.offset(i, j) for gather, i, j in zip(outer, phase, row, strict=True)), *unrolled)
             residue = tuple(offset % step for offset, step in zip(offsets, self.line_steps, strict=True))
-            by_residue.setdefault(residue, []).append((taps, offsets))
+            by_residue.setdefault(offsets if self.apart else residue, []).append((taps, offsets))
         found = []
         for _, rows in sorted(by_residue.items()):
             least = tuple(min(offsets[i] for _, offsets in rows) for i in range(3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
@@ -70,23 +70,23 @@ class Tiling:
     stages: int
     bias: bool = False  # the gradient of the bias is computed too
 
-    @property
+    @cached_property
     def taps(self) -> int:
         """The most taps of a consumer."""
         return max(-(-len(each.taps) // CONSUMERS) for each in self.sets)
 
-    @property
+    @cached_property
     def phases_w(self) -> tuple[int, ...]:
         """Phases along w that taps read."""
         w = self.geometry.axes[2]
         return tuple(sorted({w.phase(t) for t in range(w.kernel)}))
 
-    @property
+    @cached_property
     def origin_w(self) -> int:
         w = self.geometry.axes[2]
         return min(w.shift(t) for t in range(w.kernel))
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """Rows of dy of a line and a phase."""
         w = self.geometry.axes[2]
@@ -98,7 +98,7 @@ class Tiling:
         runs = each.runs(h, self.box[0])
         return tuple(position * h.stride + phase for phase, run in runs.items() for position in run)
 
-    @property
+    @cached_property
     def lines(self) -> int:
         """The most lines of dy of a box."""
         return max(len(self.lines_of(each)) for each in self.sets)
@@ -110,12 +110,12 @@ class Tiling:
         line = self.lines_of(each).index(h.shift(tap[1]) * h.stride + h.phase(tap[1]))
         return (plane + line) * self.pitch + w.shift(tap[2]) - self.origin_w
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         rows = prod(self.box) + len(self.phases_w) * self.lines * self.pitch
         return -(-rows * ROW_BYTES // 1024) * 1024
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + (16 * ROW_BYTES if self.bias else 0)
 
@@ -123,7 +123,7 @@ class Tiling:
         """Returns how many of the taps count for the gradient of the bias: each output has one such tap."""
         return sum(_is_own(self.geometry, tap) for tap in taps) if self.bias else 0
 
-    @property
+    @cached_property
     def kinds(self) -> int:
         """Blocks that share a part of the volume."""
         g = self.geometry
@@ -133,7 +133,7 @@ class Tiling:
     def boxes(self, batch: int, size: Triple) -> int:
         return batch * size[0] * -(-size[1] // self.box[0]) * -(-size[2] // self.box[1])
 
-    @property
+    @cached_property
     def box_cycles(self) -> float:
         taps = max(len(each.taps) for each in self.sets)
         ones, bias_columns = max(self.ones(each.taps) for each in self.sets), bias_columns_of(self)
@@ -222,14 +222,14 @@ def tiling(
 def _cycles(made: Tiling, batch: int, size: Triple, multiprocessors: int, most: int) -> tuple[float, int]:
     """Returns the least predicted cycles over numbers of parts up to `most`, and that number."""
     boxes, elements = made.boxes(batch, size), made.geometry.in_channels * made.geometry.out_per_group
-    count = elements * made.geometry.taps
+    kinds, box_cycles = made.kinds, made.box_cycles
+    part = 4 * elements * made.geometry.taps / (BYTES_PER_CYCLE * multiprocessors)
 
     def of(splits: int) -> float:
-        waves = -(-made.kinds * splits // multiprocessors)
-        adding = (splits + 1) * 4 * count / (BYTES_PER_CYCLE * multiprocessors)
-        return waves * (-(-boxes // splits) * made.box_cycles + BLOCK_CYCLES) + adding
+        waves = -(-kinds * splits // multiprocessors)
+        return waves * (-(-boxes // splits) * box_cycles + BLOCK_CYCLES) + (splits + 1) * part
 
-    end = max(1, min(most, boxes, -(-4 * multiprocessors // made.kinds)))
+    end = max(1, min(most, boxes, -(-4 * multiprocessors // kinds)))
     best = min(range(1, end + 1), key=of)
     return of(best), best
 

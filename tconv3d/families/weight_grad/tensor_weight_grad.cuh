@@ -6,13 +6,17 @@
 //
 //   for each tile of positions (a box of the volume, w in segments of four 32-bit words):
 //     copy x[ci][positions] and dy[co][positions the taps reach] to shared memory, w along a row;
-//     dy in one plane per phase of w, so that adjacent positions are adjacent for every tap
+//     dy in one plane per phase of w, so that adjacent positions are adjacent for every tap, or with
+//     kStep == 2 as whole lines, whose phases alternate
 //
 //     for each chunk of four segments, one for each lane of a quad:
 //       load the fragments of x, once for all taps
 //
 //       for each row of taps, for each window of dy (two adjacent segments, for several taps):
 //         for each tap of the window:  sums[tap] += x (x) dy shifted by the tap, out of registers
+//
+// Whole lines are copied by wide accesses, 16-bit numbers asynchronously too, and the words of both phases
+// are in registers: TF32 takes every other register, 16-bit types join halves of two.
 //
 // K may be permuted if both operands are: a lane takes a whole segment (one 16-byte load) where the
 // instruction wants separate columns, so a tap's shift along w selects other registers of the same window
@@ -81,7 +85,7 @@ struct TensorWeightGrad {
     static constexpr int kJobs = (kChannels + kJobChannels - 1) / kJobChannels;  // jobs per block of slots
     static constexpr bool kWhole = kChannels % kJobChannels == 0;
     static constexpr int kPitch = kIsX ? C::kPitchX : C::kPitchY;
-    static constexpr int kStepW = kIsX ? 1 : C::kStrideW;
+    static constexpr int kStepW = kIsX ? 1 : C::kStrideW / C::kStep;
     static constexpr int kLastInGroup = (kIsX ? C::kInPerGroup : C::kOutPerGroup) - 1;
     static_assert(kVector == 1 || kVector == 2 || kVector == 4);
     static_assert(kVector == 1 || kStepW == 1, "neighbours in a plane are neighbours in memory");
@@ -95,11 +99,14 @@ struct TensorWeightGrad {
   static_assert(C::kWarpsRows * C::kRows >= C::kRowsD * C::kRowsH, "every row of taps has its warp");
   static_assert(!C::kHalfRows || (C::kTilesIn == 1 && C::kWarpsIn == 1 && C::kInPerGroup <= 8));
   static_assert(C::kPitchX % 32 == 16 && C::kPitchX >= kSlotsX, "fragment loads without bank conflicts");
-  static_assert(C::kPitchY % 32 == 16 && C::kPlane % 4 == 0 && C::kPitchY >= C::kPhases * C::kPlane);
+  static_assert(C::kStep == 1 ? C::kPitchY % 32 == 16 : C::kPitchY % 8 == 4,
+                "fragment loads of two channels without bank conflicts");
+  static_assert(C::kPlane % 4 == 0 && C::kPitchY >= C::kPhases * C::kPlane);
+  static_assert(C::kStep == 1 || (C::kStep == C::kStrideW && C::kPhases == 1 && C::kHalves == 1));
   static_assert(C::kSegments % kSegmentsPerChunk == 0);
   static_assert(C::kHooks >= 1 && (C::kAsync || C::kHooks <= C::kRows * C::kTilesOut), "jobs per chunk");
   static_assert((kOperand == ptx::Operand::kTf32) == (kPerWord == 1));
-  static_assert(!C::kAsync || kPerWord == 1, "words are rounded when they are loaded");
+  static_assert(!C::kAsync || (!Side<true>::kElements && !Side<false>::kElements), "copies of whole words");
   static_assert(C::kStages == 2 || (C::kAsync && C::kStages == 3), "buffers: one computed, the rest copied");
   static_assert(C::kSharedBytes >= 4 * (kBuffers + C::kStages * kBufferWords));
   static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * kTileSums;
@@ -199,7 +206,7 @@ struct TensorWeightGrad {
       const int line = i / line_slots(), phase = i % C::kPhases;
       const int word = i % line_slots() / C::kPhases * Side<false>::kVector;
       slots[kSlotsX + i] = Slot{pack(line / args.lines_h, line % args.lines_h),
-                                pack(word * kPerWord * C::kStrideW + C::kPlaneOffset(phase),
+                                pack(word * kPerWord * Side<false>::kStepW + C::kPlaneOffset(phase),
                                      phase * C::kPlane + line * args.line_pitch + word)};
     }
     int* const segments = reinterpret_cast<int*>(shared + kSegmentTable);
@@ -207,7 +214,7 @@ struct TensorWeightGrad {
       const int line = i / args.tile.w;
       const int line_y = line / args.tile.h * C::kStrideD * args.lines_h + line % args.tile.h * C::kStrideH;
       const bool exists = i < args.tile.d * args.tile.h * args.tile.w;
-      segments[i] = exists ? line_y * args.line_pitch + i % args.tile.w * kSegment : 0;
+      segments[i] = exists ? line_y * args.line_pitch + i % args.tile.w * kSegment * C::kStep : 0;
     }
   }
 
@@ -308,7 +315,7 @@ struct TensorWeightGrad {
 #pragma unroll
         for (int i = 0; i < S::kVector; ++i) {
           const unsigned word = copy.values[k * S::kVector + i];
-          words.at[i] = kPerWord == 1 ? Products::round_to_tf32(word) : word;
+          words.at[i] = kPerWord == 1 ? Products::rounded(word) : word;
         }
       }
       if (S::kWhole || k * C::kLaneChannels < copy.channels)
@@ -359,11 +366,10 @@ struct TensorWeightGrad {
     static_for<C::kWindows>([&](auto v) {
       constexpr int kV = decltype(v)::value;
       constexpr int kPlace = C::kWindowPhase(kV) * C::kPlane + C::kWindowStart(kV);
-      constexpr int kSegments = C::kWindowReach(kV) > 0 ? 2 : 1;
       const unsigned* const from = dy + kOut * 8 * C::kPitchY + kPlace;
       unsigned window[C::kHalves][Products::kWindow];
 #pragma unroll
-      for (int i = 0; i < kSegments * kSegment; i += kSegment) {
+      for (int i = 0; i < C::kWindowWords(kV); i += kSegment) {
         if constexpr (kStrict) {
           Products::load_halves(window[0] + i, window[1] + i, from + i);
         } else {
@@ -412,6 +418,7 @@ struct TensorWeightGrad {
     const unsigned* const dy =
         buffer + kBufferY + (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY + segment_words;
     typename Products::FragmentsX x;
+    const unsigned zero = static_cast<unsigned>(args.tiles) >> 31;
 #pragma unroll
     for (int m = 0; m < C::kTilesIn; ++m) {
       const unsigned* const from = buffer + in + 16 * m * C::kPitchX;
@@ -424,7 +431,7 @@ struct TensorWeightGrad {
           if constexpr (kStrict) {
             Products::load_halves(x[0][m][half], x[1][m][half], row);
           } else {
-            Products::load_segment(x[0][m][half], row);
+            Products::load_rows(x[0][m][half], row, zero);
           }
         }
       }

@@ -17,26 +17,35 @@ namespace tconv3d {
 template <class C>
 struct WeightGradProducts {
   static constexpr int kPerWord = 4 / static_cast<int>(sizeof(typename C::Scalar));  // positions per word
-  static constexpr int kSegment = 4;  // words per segment: one 16-byte load
-  static constexpr int kSteps = 2;    // K steps (matrix instructions) per chunk
-  static constexpr int kWindow = 8;   // words per window: two segments
+  static constexpr int kSegment = 4;                      // words per segment: one 16-byte load
+  static constexpr int kSteps = 2;                        // K steps (matrix instructions) per chunk
+  static constexpr int kWindow = C::kStep == 1 ? 8 : 16;  // most words per window
   static constexpr ptx::Operand kOperand = static_cast<ptx::Operand>(C::kOperand);
   static constexpr bool kStrict = C::kHalves == 2;
   static constexpr bool kSharedRows = kStrict && C::kHalfRows;  // rows of high and of low halves of x
   static constexpr int kTileSums = kSharedRows ? 2 : 4;         // sums of a matrix tile that a thread holds
   static_assert(C::kHalves == 1 || (kStrict && C::kAsync), "words are split when they are loaded");
+  static_assert(C::kStep == 1 || C::kStep == 2, "elements of dy from one position to the next");
 
-  // Rounds to the nearest TF32 number, ties away from zero, in two instructions: tensor cores ignore the low
-  // bits that a third one would clear. Infinities and NaNs are unchanged.
-  static __device__ __forceinline__ unsigned round_to_tf32(unsigned bits) {
-    const bool finite = fabsf(__uint_as_float(bits)) < __uint_as_float(0x7F800000u);
-    return finite ? bits + 0x1000u : bits;
+  // Rounds a float to TF32. The result is a new register, so that the compiler rounds each word into the
+  // place where matrix instructions want it.
+  static __device__ __forceinline__ unsigned rounded(unsigned bits) {
+    return OperandOf<float>::bits(ptx::bits_to_float(bits));
   }
 
   static __device__ __forceinline__ void load_segment(unsigned* words, const unsigned* from) {
     const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
 #pragma unroll
-    for (int i = 0; i < kSegment; ++i) words[i] = C::kAsync ? round_to_tf32(loaded.at[i]) : loaded.at[i];
+    for (int i = 0; i < kSegment; ++i)
+      words[i] = C::kAsync && kPerWord == 1 ? rounded(loaded.at[i]) : loaded.at[i];
+  }
+  // Loads a segment of x. `zero` is 0, which the compiler does not know: it computes each word of 16-bit
+  // numbers into the register where matrix instructions want it, once for all of them. A plain load leaves
+  // the words of a segment in four registers in a row, and each instruction would move its own.
+  static __device__ __forceinline__ void load_rows(unsigned* words, const unsigned* from, unsigned zero) {
+    load_segment(words, from);
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) words[i] = kPerWord == 2 ? words[i] | zero : words[i];
   }
 
   // Loads a segment of strict float32 values as their high and low halves. A low half is not rounded: tensor
@@ -51,14 +60,19 @@ struct WeightGradProducts {
     }
   }
 
-  // Returns word kWord of a window shifted by kOffset elements.
+  // Returns the operand of word kWord of x: elements of a window, kStep apart, from element kOffset on.
   template <int kWord, int kOffset>
   static __device__ __forceinline__ unsigned shifted(const unsigned (&window)[kWindow]) {
-    constexpr int kFirst = kWord + kOffset / kPerWord;
-    if constexpr (kOffset % kPerWord == 0) {
-      return window[kFirst];
+    constexpr int kFirst = kOffset + kWord * kPerWord * C::kStep;
+    constexpr int kSecond = kFirst + (kPerWord - 1) * C::kStep;
+    if constexpr (kPerWord == 1 || (kFirst % 2 == 0 && kSecond == kFirst + 1)) {
+      return window[kFirst / kPerWord];
+    } else if constexpr (kFirst % 2 == 0) {
+      return ptx::low_halves(window[kFirst / 2], window[kSecond / 2]);
+    } else if constexpr (kSecond % 2 == 1) {
+      return ptx::high_halves(window[kFirst / 2], window[kSecond / 2]);
     } else {
-      return window[kFirst] >> 16 | window[kFirst + 1] << 16;
+      return window[kFirst / 2] >> 16 | window[kSecond / 2] << 16;
     }
   }
 
@@ -101,7 +115,7 @@ struct WeightGradProducts {
       for (int step = 0; step < kSteps; ++step) multiply_step<0>(rest, x[0][m], step, dy);
     }
 #pragma unroll
-    for (int e = 0; e < kTileSums; ++e) ptx::add_keeping_rest(total[e], rest[e], 1.0f);
+    for (int e = 0; e < kTileSums; ++e) ptx::add_with_rest(total[e], rest[e], 1.0f);
   }
 };
 

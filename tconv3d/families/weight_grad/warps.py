@@ -32,6 +32,8 @@ from .warps_tiling import Buffers, Layer, Planes, Tiling, best_wide_box, boxes, 
 
 CHUNK = 4  # segments that a warp multiplies at a time
 REGISTERS = 65536  # 32-bit registers of a multiprocessor
+# Registers of a thread besides sums and fragments of x, without and with loads in flight.
+REGISTERS_ASYNC, REGISTERS_SYNC = 44, 56
 MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong to real channels
 # Factor from the predicted time to the price in strict float32, whose time is predicted by the rates of TF32 and was
 # never measured: three TF32 products are taken only where they are predicted to be clearly faster than multiply-adds.
@@ -58,7 +60,8 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
     ):
         room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
         # Registers for fragments, addresses and loads in flight.
-        others = 8 * ti + (36 if layer.dtype == "float32" else 56) + (8 if g.stride[2] > 1 else 0)
+        others = 8 * ti + (REGISTERS_ASYNC if layer.asynchronous else REGISTERS_SYNC) + (8 if g.stride[2] > 1 else 0)
+        others += 8 if layer.whole_lines else 0  # windows have both phases
         if layer.strict:  # the low halves of a window, and those of x or the sums of a chunk
             others += 8 + (16 if layer.half_rows else 8 * ti)
         per_tile = layer.tile_sums * (2 if layer.strict else 1)  # strict float32 also holds what additions round off
@@ -72,7 +75,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
                     continue
                 if g.kernel[0] % rows_d or g.kernel[1] % rows_h:  # The last block would have empty rows.
                     continue
-                for segments, stages in product((8, 16, 32, 64), (3,) if layer.dtype == "float32" else (2,)):
+                for segments, stages in product((8, 16, 32, 64), (3,) if layer.asynchronous else (2,)):
                     slices = warps // (wi * wo * wr)
                     if segments % (CHUNK * slices):
                         continue
@@ -106,7 +109,7 @@ def _warp_cycles(layer: Layer, planes: Planes, tiling: Tiling, segments: int) ->
     multiplies = 2 * tiles * layer.instructions
     loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * planes.words // SEGMENT
     warps = tiling.warps * tiling.blocks
-    rounding = SPLITTING * SEGMENT if layer.strict else 2 * SEGMENT if tiling.asynchronous else 0
+    rounding = SPLITTING * SEGMENT if layer.strict else 2 * SEGMENT if layer.dtype == "float32" else 0
     adding = ADDING * tiles * layer.tile_sums if layer.strict else 0
     return (
         warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
@@ -122,6 +125,12 @@ def _joined(*parts: float) -> float:
 
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
     """Predicts the cycles in which every block of a multiprocessor computes one tile."""
+    return _joined(*_tile_parts(layer, planes, tiling, box))
+
+
+def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[float, ...]:
+    """Returns the cycles of tensor cores, shared memory, issue slots, L2 and exposed latency, for one tile of every
+    block of a multiprocessor."""
     g = layer.geometry
     multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, box.segments)
     jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
@@ -133,7 +142,7 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
         + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
     )
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
-    return _joined(
+    return (
         multiplying,
         sharing + tiling.blocks * loaded * per_word,
         issuing + jobs / 4 * 100,
@@ -179,9 +188,12 @@ def tiling_of(layer: Layer, device: Device) -> Tiling | None:
 def _layer(p: Problem) -> Layer:
     g = p.geometry
     channels_last = all(strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
+    strict = p.dtype == "float32" and not p.tf32
+    # Both phases have taps, and their words have room in registers.
+    whole = g.stride[2] == 2 and g.kernel[2] > 1 and g.axes[2].dilation % 2 == 1 and not strict and p.output[4] == 1
     vector_x = vector_of(p, p.input, p.input_size[2])
-    vector_y = vector_of(p, p.output, p.output_size[2] if g.stride[2] == 1 else 1)
-    return Layer(g, p.dtype, channels_last, vector_x, vector_y, strict=p.dtype == "float32" and not p.tf32)
+    vector_y = vector_of(p, p.output, p.output_size[2] if whole or g.stride[2] == 1 else 1)
+    return Layer(g, p.dtype, channels_last, vector_x, vector_y, strict, whole)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -212,12 +224,16 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def _unmeasured(offer: Offer) -> Offer:
-    """Returns an offer in strict float32 at the rates measured for TF32, and at a higher price; other offers as they
-    are."""
+    """Returns an offer at a higher price if it has no measured rates; other offers as they are.
+
+    Strict float32 has the rates measured for TF32. Contiguous 16-bit tensors have derived rates.
+    """
     p = offer.problem
-    if not _layer(p).strict:
-        return offer
-    return replace(offer, kind=calibration.kind_of(replace(p, tf32=True)), surcharge=offer.surcharge * UNMEASURED)
+    if _layer(p).strict:
+        return replace(offer, kind=calibration.kind_of(replace(p, tf32=True)), surcharge=offer.surcharge * UNMEASURED)
+    if p.item_bytes == 2 and _layer(p).asynchronous:
+        return replace(offer, surcharge=offer.surcharge * calibration.DERIVED_SURCHARGE)
+    return offer
 
 
 def work(problem: Problem, device: Device) -> Work:
@@ -263,15 +279,19 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
 
 
 @lru_cache(maxsize=65536)
-def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int) -> int:
-    """Returns the most loads of dy by a quarter-warp (two channels, four segments) that share a bank; 1 is ideal."""
-    worst = 1
+def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int, step: int) -> int:
+    """Returns the most loads of dy by a quarter-warp (two channels, four segments) that share a bank; 1 is ideal.
+
+    Two channels of phase planes lie 16 of the 32 banks apart, those of whole lines (`step` 2) 4.
+    """
+    worst, apart = 1, 4 if step == 1 else 1
     for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
         banks = [0] * 8
         for segment in range(chunk, chunk + CHUNK):
             line, along = divmod(segment, box.w)
             row = line // box.h * plane_rows + line % box.h * line_rows
-            for place in (row * pitch // SEGMENT + along, row * pitch // SEGMENT + along + 4):
+            first = row * pitch // SEGMENT + along * step
+            for place in (first, first + apart):
                 banks[place % 8] += 1
         worst = max(worst, *banks)
     return worst
@@ -281,7 +301,7 @@ def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> tu
     """Returns the fewest bank conflicts between lines of dy, and the words of padding per line that achieve this."""
     plane_rows, pitch = g.stride[0] * box.lines(g, tiling.block_rows)[1], planes.line_pitch(box.w)
     pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling.block_rows, box, pad) <= room]
-    return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad), pad) for pad in pads)
+    return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad, planes.step), pad) for pad in pads)
 
 
 def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int) -> int:
@@ -310,6 +330,18 @@ def cycles(p: Problem, device: Device) -> float:
     splits = _splits(p, device, layer, planes[0], tiling, box, count)
     tile = _tile_cycles(layer, planes[0], tiling, box)
     return len(planes) * _cycles(kinds, slots, _tiles(p, layer, box), tile, splits, count, device)
+
+
+def parts(p: Problem, device: Device) -> tuple[float, ...]:
+    """Returns the cycles for which tensor cores, shared memory, issue slots and L2 are busy in all launches, and the
+    cycles of exposed latency, if the blocks fill the multiprocessors evenly."""
+    g, layer = p.geometry, _layer(p)
+    tiling = tiling_of(layer, device)
+    assert tiling is not None, "parts() of a problem that why_not() refuses"
+    planes = [layer.planes(taps) for taps in layer.pieces]
+    box = _box(p, layer, planes[0], tiling)
+    rounds = tiling.kinds(g) * _tiles(p, layer, box) / (tiling.blocks * device.multiprocessors)
+    return tuple(len(planes) * rounds * part for part in _tile_parts(layer, planes[0], tiling, box))
 
 
 def _tiles(p: Problem, layer: Layer, box: Box) -> int:
@@ -394,7 +426,8 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kWindows", len(planes.windows)),
         ("kWindowPhase", tuple(window.plane for window in planes.windows)),
         ("kWindowStart", tuple(window.start for window in planes.windows)),
-        ("kWindowReach", tuple(window.reach for window in planes.windows)),
+        ("kWindowWords", planes.window_words),
+        ("kStep", planes.step),
         ("kTaps", len(taps)),
         ("kTapW", tuple(taps)),
         ("kTapWindow", tuple(place[t][0] for t in taps)),

@@ -13,12 +13,13 @@ from ...planning.geometry import Axis, Geometry
 from ...planning.problem import ITEM_BYTES
 from .segments import SECTOR_WORDS, SEGMENT, Box
 
+WHOLE_SEGMENTS = 4  # most segments of a window of whole lines
 MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
 
 
 @dataclass(frozen=True)
 class Window:
-    """Two neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
+    """Neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
 
     plane: int
     start: int  # distance from the start of the plane's line, in words
@@ -28,18 +29,20 @@ class Window:
     def reach(self) -> int:
         return max(shift for _, shift in self.taps)
 
-    @property
-    def words(self) -> int:
-        return 2 * SEGMENT if self.reach else SEGMENT
+    def words(self, step: int, per_word: int) -> int:
+        """Returns the words of the window, whole segments, where positions lie `step` elements apart."""
+        elements = self.reach + step * (SEGMENT * per_word - 1) + 1
+        return -(-elements // (SEGMENT * per_word)) * SEGMENT
 
 
 @dataclass(frozen=True)
 class Planes:
-    """The phases of w that have taps, and the windows that a row of taps needs."""
+    """The phases of w that have taps, or whole lines as one plane, and the windows that a row of taps needs."""
 
     offsets: tuple[int, ...]  # per plane: index of the output that the tile's first position reads
     windows: tuple[Window, ...]
     per_word: int
+    step: int = 1  # elements of a plane from one position to the next: the stride in whole lines
 
     @classmethod
     def of(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
@@ -62,23 +65,43 @@ class Planes:
                 fed = fed[len(inside) :]
         return cls(tuple(offsets), tuple(windows), per_word)
 
+    @classmethod
+    def whole(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
+        """Returns whole lines of dy, which begin at a multiple of `vector` outputs, as one plane."""
+        segment, step = SEGMENT * per_word, axis.stride
+        read = sorted((axis.stride * axis.shift(t) + axis.phase(t), t) for t in taps)
+        first = read[0][0] - read[0][0] % vector
+        windows: list[Window] = []
+        while read:
+            start = (read[0][0] - first) // segment * segment
+            most = start + WHOLE_SEGMENTS * segment - 1 - step * (segment - 1)
+            inside = [(t, at - first - start) for at, t in read if at - first <= most]
+            windows.append(Window(0, start // per_word, tuple(inside)))
+            read = read[len(inside) :]
+        return cls((first,), tuple(windows), per_word, step)
+
     @cached_property
     def taps(self) -> int:
         return sum(len(window.taps) for window in self.windows)
 
     @cached_property
+    def window_words(self) -> tuple[int, ...]:
+        return tuple(window.words(self.step, self.per_word) for window in self.windows)
+
+    @cached_property
     def words(self) -> int:
         """Words of all windows together."""
-        return sum(window.words for window in self.windows)
+        return sum(self.window_words)
 
     def line_words(self, segments: int) -> int:
         """Returns how many words of a line the taps read."""
         last = max(window.start * self.per_word + window.reach for window in self.windows)
-        return -(-(segments * SEGMENT * self.per_word + last) // self.per_word)
+        return -(-(self.step * (segments * SEGMENT * self.per_word - 1) + last + 1) // self.per_word)
 
     def line_pitch(self, segments: int) -> int:
         """Returns how many words of a line the windows touch, a multiple of SEGMENT."""
-        return (segments - 1) * SEGMENT + max(window.start + window.words for window in self.windows)
+        ends = (window.start + words for window, words in zip(self.windows, self.window_words, strict=True))
+        return (segments - 1) * SEGMENT * self.step + max(ends)
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,7 @@ class Layer:
     vector_x: int  # words per load of x; 0 if 16-bit elements are loaded one by one
     vector_y: int  # words per load of dy; 0 if 16-bit elements are loaded one by one
     strict: bool = False  # every float32 product is computed as three TF32 products
+    whole_lines: bool = False  # dy is copied as whole lines, whose phases alternate
 
     @property
     def per_word(self) -> int:
@@ -121,7 +145,13 @@ class Layer:
         return tuple(range(first, min(first + size, kernel)) for first in range(0, kernel, size))
 
     def planes(self, taps: range) -> Planes:
-        return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
+        make = Planes.whole if self.whole_lines else Planes.of
+        return make(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
+
+    @property
+    def asynchronous(self) -> bool:
+        """Tells whether copies go to shared memory without passing registers, which moves whole words."""
+        return min(self.vector_x, self.vector_y) > 0
 
     def loads(self, tiling: Tiling) -> tuple[int, int]:
         """Returns the channels of a job of x and of dy, which is the number of loads that a lane has in flight;
@@ -189,6 +219,11 @@ def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
                 yield Box(d, h, w)
 
 
+def dy_pitch(planes: Planes, words: int) -> int:
+    """Returns the next length in words of a channel of dy at which two channels lie in different banks."""
+    return pitch_up(words) if planes.step == 1 else words + (4 - words) % 32
+
+
 def pitch_up(words: int) -> int:
     """Returns the next length in words that is 16 more than a multiple of the 32 banks."""
     return words + (16 - words) % 32
@@ -208,7 +243,7 @@ class Buffers:
     def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
         g = layer.geometry
         plane = _plane_room(g, planes, tiling.block_rows, tiling.segments)
-        pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
+        pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), dy_pitch(planes, len(planes.offsets) * plane)
         slots = len(planes.offsets) * plane
         tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
         buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
@@ -236,7 +271,7 @@ def plane_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box, pa
 def copied_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box) -> int:
     """Returns how many words of a channel of dy a box moves, counted in whole memory sectors."""
     along_d, along_h = box.lines(g, rows)
-    return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
+    return along_d * along_h * (planes.line_words(box.w) * g.stride[2] // planes.step + SECTOR_WORDS - 1)
 
 
 @lru_cache(maxsize=4096)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import isfinite
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ampere import AMPERE, on_ampere
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import T1, T3, Layer, check, passes, poisoned, to_tf32
 from mutants import kernel_from, mutate
-from preferred import kernels_of, only, preferring
+from preferred import kernels_of
 from torch import Tensor
 
 import tconv3d
@@ -26,14 +26,14 @@ from tconv3d.families.mma import planner as mma_planner
 from tconv3d.families.mma.work import Work
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
+from tconv3d.planning.offers import Offer
+from tconv3d.planning.problem import Pass, Problem, channels_last_strides, contiguous_strides
 from tconv3d.planning.side import Side
 from tconv3d.tools.bench.layers import LAYERS as BENCH
 from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 
-AMPERE = Device("small Ampere", (8, 0), multiprocessors=4, shared_bytes=101376)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
 
@@ -55,18 +55,6 @@ LAYERS = {
 }
 
 
-@contextlib.contextmanager
-def on_ampere(device: Device = AMPERE, precision: str = "tf32") -> Iterator[None]:
-    """The emulator stands for a GPU without Hopper's instructions, and mma.sync computes all that it can."""
-    before = executor.EMULATED, torch.backends.cudnn.conv.fp32_precision
-    executor.EMULATED, torch.backends.cudnn.conv.fp32_precision = device, precision
-    try:
-        with only("mma", "tensor_weight_grad", "direct"), preferring("mma"), tconv3d.use_backend("emulator"):
-            yield
-    finally:
-        executor.EMULATED, torch.backends.cudnn.conv.fp32_precision = before
-
-
 def operands_of(layer: Layer, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
     found = layer.operands(dtype, "cpu")
     x, *rest = (to_tf32(each) for each in found) if dtype is torch.float32 else found
@@ -83,6 +71,41 @@ def checked(layer: Layer, dtype: torch.dtype, operands: list[Tensor]) -> None:
 def test_every_element_against_float64(name: str, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     with on_ampere():
         checked(LAYERS[name], dtype, operands_of(LAYERS[name], dtype, memory_format))
+
+
+FAR = {
+    "forward": Layer(8, 8, (2, 1, 5), (4, 7, 4), (2, 1, 1), (5, 3, 3), (3, 1, 0), (5, 2, 3), batch=1),
+    "input gradient": Layer(4, 4, (9, 5, 3), (1, 3, 2), (5, 5, 2), (0, 4, 0), (4, 3, 0), (1, 5, 1), batch=1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAR)
+def test_taps_that_reach_far_have_a_halo_each(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, plan_of = [], mma_planner.plan_of
+    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: tiles.append(plan_of(*given).tile) or plan_of(*given))
+    with on_ampere():
+        checked(FAR[name], dtype, operands_of(FAR[name], dtype, CONTIGUOUS))
+    assert len(tiles) == 2 and any("a halo for each tap" in tile for tile in tiles)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_geometry_gets_an_offer(data: st.DataObject) -> None:
+    """Four or more channels per group on both sides are all that the family asks for."""
+    groups, five = data.draw(st.sampled_from((1, 2, 4))), st.integers(1, 5)
+    ins, outs = (groups * data.draw(st.sampled_from((4, 7, 16, 33))) for _ in range(2))
+    kernel, stride, dilation, size = (data.draw(st.tuples(five, five, five)) for _ in range(4))
+    padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True))
+    geometry = Geometry.make(ins, outs, kernel, stride, padding, (0, 0, 0), groups, dilation)
+    batch, strides = data.draw(five), data.draw(st.sampled_from((contiguous_strides, channels_last_strides)))
+    x, y = strides((batch, ins, *size)), strides((batch, outs, *geometry.output_size(size)))
+    weight = contiguous_strides((ins, outs // groups, *kernel))
+    for which, dtype in product((Pass.FORWARD, Pass.INPUT_GRAD), ("float32", "bfloat16")):
+        problem = Problem(which, geometry, batch, size, dtype, x, weight, y, tf32=dtype == "float32")
+        (answer,) = mma_planner.offer({which: problem}, AMPERE)
+        assert isinstance(answer, Offer) and isfinite(answer.microseconds), (answer, problem)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tconv3d.families.weight_grad import warps
 from tconv3d.planning import calibration
 from tconv3d.planning.offers import Offer, Refusal
 from tconv3d.planning.problem import Pass
+from tconv3d.runtime import compiler
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 LAYERS = {
@@ -96,3 +97,11 @@ def test_short_sums_are_refused() -> None:
     assert prod(p.input_size) < 48
     answer = warps.offer({p.which: p}, H200)[0]
     assert isinstance(answer, Refusal) and "sums of 36 terms" in answer.why
+
+
+def test_the_kernel_compiles_for_compute_capability_8_0() -> None:
+    """The oldest GPUs lack instructions that newer ones have, which only their assembler notices."""
+    p = problem(LAYERS["two tiles and a rest"], Pass.WEIGHT_GRAD, tf32=False)
+    launch = warps.plan(replace(p, batch=64), A100).launches[0]
+    assert dict(launch.constants)["kHalves"] == 2
+    assert compiler.compile(launch.kernel, launch.constants, "sm_80").cubin.startswith(b"\x7fELF")

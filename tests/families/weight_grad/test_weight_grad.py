@@ -349,7 +349,7 @@ def test_what_it_refuses_and_why() -> None:
     assert weight_grad_planner.why_not(taken, A100) is None
     for refused, device, reason in (
         (replace(taken, which=Pass.FORWARD), H200, "pass"),
-        (replace(taken, tf32=False), H200, "TF32"),
+        (replace(taken, tf32=False, batch=1, input_size=(1, 3, 15)), H200, "sums of 45 terms"),
         (replace(taken, dtype="float64"), H200, "float64"),
         (taken, replace(A100, capability=(7, 5)), "8.0"),
         (problem(Layer(4, 1, (4, 4, 4), T3)), H200, "channels"),
@@ -424,6 +424,33 @@ def test_windows_cover_every_tap_once() -> None:
                     assert tap not in found and 0 <= shift <= 4 * per_word
                     found[tap] = planes.offsets[window.plane] + stride * (window.start * per_word + shift)
             assert found == {tap: tap * dilation - padding for tap in range(kernel)}
+
+
+def test_windows_of_whole_lines_cover_every_tap_once() -> None:
+    for kernel, padding, dilation in ((2, 0, 1), (3, 1, 1), (4, 1, 1), (5, 2, 3), (8, 3, 1)):
+        axis = Axis(kernel, 2, padding, 0, dilation)
+        for per_word, vector in ((1, 1), (1, 4), (2, 1), (2, 2), (2, 8)):
+            planes = warps_tiling.Planes.whole(axis, range(kernel), per_word, vector)
+            assert planes.offsets[0] % vector == 0
+            found = {}
+            for window, words in zip(planes.windows, planes.window_words, strict=True):
+                assert window.start % 4 == 0 and words in (8, 12, 16)
+                for tap, shift in window.taps:
+                    last = shift + 2 * (4 * per_word - 1)  # the element that the lane's last position reads
+                    assert tap not in found and shift >= 0 and last < words * per_word
+                    found[tap] = planes.offsets[0] + window.start * per_word + shift
+            assert found == {tap: tap * dilation - padding for tap in range(kernel)}
+
+
+def test_copies_of_16_bit_tensors_are_asynchronous() -> None:
+    """Registers hold 16-bit elements on their way only where they come one by one: odd rows and channels last."""
+    for layer, asynchronous in (
+        (Layer(64, 32, (8, 8, 16), T2, T2), True),
+        (Layer(64, 32, (8, 8, 16), T3, T2), False),
+    ):
+        plan = weight_grad_planner.plan(replace(problem(layer), dtype="bfloat16", tf32=False), A100)
+        constants = dict(plan.launches[0].constants)
+        assert constants["kAsync"] is asynchronous and constants["kStep"] == 2 and constants["kPhases"] == 1
 
 
 def test_who_adds_up_the_bias() -> None:
