@@ -6,6 +6,8 @@ import ast
 import copy
 import functools
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -256,3 +258,19 @@ def test_a_model_in_evaluation_mode() -> None:
     text = exported("norm", forward_only=True, evaluated=True)
     assert '"training": False' in text and "batch_norm_running_mean.copy_" not in text
     assert "batch_norm_running_mean.copy_" in exported("norm", forward_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", ["pool and softmax", "norm"])
+def test_nvcc_compiles_chains_without_a_warning(name: str, tmp_path: Path) -> None:
+    """Warnings of unused variables (177), of variables that are only set (550) and of parameters (869) included."""
+    tree = ast.parse(exported(name, **({} if name == "norm" else {"forward_only": True})))
+    found = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+    source = tmp_path / "cuda.cu"
+    source.write_text(ast.literal_eval(found["CUDA_SOURCE"]))
+    flags = ["-std=c++20", *cpp_extension.COMMON_NVCC_FLAGS, "-gencode=arch=compute_90a,code=sm_90a"]
+    flags += [word for number in (177, 550, 869) for word in ("-Xcudafe", f"--diag_warning={number}")]
+    words = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "cuda.o")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
