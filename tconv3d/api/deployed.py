@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import NormProblem, Wanted
+from ..families.pytorch.planner import KERNEL as PYTORCH
 from ..planning import planner
 from ..planning.launch import Launch
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
@@ -134,8 +135,31 @@ def _launches(variant: Variant, device: Device) -> Iterator[Launch]:
         for asked in ((variant.forward,), variant.problems[1:], variant.turned):
             for plan in choosing.contending_plans({problem.which: problem for problem in asked}, device):
                 yield from _of_plan(plan)
+    for asked in ((variant.forward,), *_combinations(variant.problems[1:]), *_combinations(variant.turned)):
+        yield from _winner_launches({problem.which: problem for problem in asked}, device)
     if variant.layer.norm is not None:
         yield from _norm_launches(variant, variant.layer.norm, device)
+
+
+def _winner_launches(wanted: dict[Pass, Problem], device: Device) -> Iterator[Launch]:
+    """Yields the launches of offers that won when they were timed on this machine's GPU.
+
+    Looking a winner up notes it for the pack (`runtime.cache.noting`).
+    """
+    cuda = device != executor.EMULATED
+    if cuda and not executor.is_present(device):
+        return
+    for benchmark in (False, True):
+        settings = benchmark, choosing.circumstances(cuda)[1]
+        with planner.meeting(wanted, device):
+            found = choosing.choice(wanted, device, settings, cuda)
+            if found.winner is not None and not any(offer.kernel == PYTORCH for offer in found.cover):
+                yield from _of_plan(planner.plan_of(found.cover, wanted, device))
+
+
+def _combinations(gradients: tuple[Problem, ...]) -> Iterator[tuple[Problem, ...]]:
+    for count in range(1, len(gradients) + 1):
+        yield from combinations(gradients, count)
 
 
 def _gradient_launches(gradients: tuple[Problem, ...], device: Device) -> Iterator[Launch]:
@@ -143,8 +167,8 @@ def _gradient_launches(gradients: tuple[Problem, ...], device: Device) -> Iterat
     for problem in gradients:  # an operator of its own computes each gradient under torch.compile
         for each in (device, device.thrifty):
             yield from _of_plan(planner.plan(problem, each))
-    for count in range(2, len(gradients) + 1):
-        for wanted in combinations(gradients, count):
+    for wanted in _combinations(gradients):
+        if len(wanted) > 1:
             for each in (device, device.thrifty):
                 yield from _of_plan(planner.plan_gradients(wanted, each))
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import emulator
 from ..planning import gpus as known_gpus
-from ..planning import planner
+from ..planning import planner, winners
 from ..planning.launch import Constants, Launch
 from ..planning.problem import Device
 from ..runtime import cache, compiler, packs
@@ -37,7 +37,7 @@ from .deployed import LAYOUTS, Deployed, Variant
 from .explain import describe, find_gpu
 
 EMULATOR = "emulator"  # names the emulator in place of a GPU
-CHOICES = (".json", ".tuned")  # suffixes of planners' choices in the cache
+CHOICES = (".json", ".tuned", winners.SUFFIX)  # suffixes in the cache: planners' choices, and measured winners
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def precompile(
     the layers compute in, such as torch.bfloat16 for autocast, or "tf32" and "float32" for float32 with and without
     rounding to TF32; None means the type of each layer's input in the model. torch.float32 means TF32 or not as
     PyTorch is set now. layouts: "contiguous", "channels_last_3d"; None means the layout that each layer's input has
-    in the model. backward: include the gradients.
+    in the model. backward: include the gradients. For the GPU of this machine (`gpus=None`) the file also holds which
+    offers won when they were timed here; they count where GPU, driver, CUDA, cuDNN and PyTorch are the same.
     """
     _check_arguments(model, inputs, dtypes, layouts)
     layers = deployed.layers_of(model, inputs)

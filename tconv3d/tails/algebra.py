@@ -115,7 +115,7 @@ class SpaceSum:
         for dim in self.dims:
             distinct, of_taps = self.ranges(dim)
             shape = [len(distinct) if each == dim else size for each, size in enumerate(summed.shape)]
-            index = torch.tensor(of_taps, device=weight.device)
+            index = torch.tensor(of_taps).to(weight.device)
             summed = summed.new_zeros(shape).index_add(dim, index, summed)
         rest = [dim for dim in SPACE if dim not in self.dims]
         kernel = [1 if dim in self.dims else summed.shape[dim] for dim in SPACE]
@@ -190,10 +190,8 @@ class AveragePool:
         summed = weight.double() / prod(self.window)
         for i in range(3):
             taps = self.axis(i)[0]
-            spread = summed.new_zeros(len(taps), self.layer.kernel[i])
-            for place, several in enumerate(taps):
-                for k in several:
-                    spread[place, k] += 1
+            counts = [[several.count(k) for k in range(self.layer.kernel[i])] for several in taps]
+            spread = torch.tensor(counts, dtype=torch.float64).to(weight.device)
             summed = torch.movedim(torch.tensordot(summed, spread, dims=([i + 2], [1])), -1, i + 2)
         summed = summed.to(weight.dtype)
         if weight.is_contiguous(memory_format=torch.channels_last_3d) and not weight.is_contiguous():
@@ -293,9 +291,8 @@ def _range_sums(x: Tensor, dims: Sequence[int], ranges: Sequence[Sequence[range]
             sums = [_sum_of(x, dim, each, kind) for each in several]
         else:
             middle = _sum_of(x, dim, core, kind)
-            before = [_sum_of(x, dim, range(each.start, core.start), kind) for each in several]
-            behind = [_sum_of(x, dim, range(core.stop, each.stop), kind) for each in several]
-            sums = [middle + first + last for first, last in zip(before, behind, strict=True)]
+            around = [(range(each.start, core.start), range(core.stop, each.stop)) for each in several]
+            sums = [sum([_sum_of(x, dim, part, kind) for part in parts if part], middle) for parts in around]
         x, kind = torch.stack(sums, -1), torch.float64  # what is left is small
     extra = tuple(range(5, x.dim()))
     return x.permute(0, 1, *extra, 2, 3, 4).reshape(x.shape[0], -1, *x.shape[2:5])

@@ -258,7 +258,10 @@ class Axes:
         written, sweeps = self._steps(steps, writer, len(placed))
         each_element = node in self.late
         final = Expression("EachElement" if each_element else "EachPosition", (writer.write(node),))
-        program = Expression("AxisProgram", (final, *written))
+        all_steps = Expression("Done")
+        for step in reversed(written):
+            all_steps = Expression("Then", (step, all_steps))
+        program = Expression("AxisProgram", (final, all_steps))
         return AxisPass(
             node,
             self.dims,

@@ -19,6 +19,8 @@ from .tracing import LOWERED_FROM, inserted
 
 aten = torch.ops.aten
 
+NUMBERS = "numbers"  # the entry of a captured constant's `meta` with its values on the CPU
+
 
 def lower(graph: fx.Graph, but: Container[str] = ()) -> None:
     """Replaces what `LOWERED` names where an operand has the dimensions of a volume, but no nodes named in `but`."""
@@ -53,7 +55,7 @@ class _Lowering:
         shape = [len(values) if each == dim else 1 for each in range(5)]
         module.register_buffer(name := f"{self.name}_places", values.to(meta(like).device).reshape(shape))
         node = self.graph.get_attr(name)
-        node.meta["val"] = getattr(module, name)
+        node.meta["val"], node.meta[NUMBERS] = getattr(module, name), values.reshape(shape)
         return node
 
     def wide(self, x: fx.Node) -> fx.Node:

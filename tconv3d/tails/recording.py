@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import executor
 from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
+from ..torch_ops.runner import RUNNER, Runner
 from .expressions import OPERATORS, VALUE
 from .gradients import backward
 from .pointwise import dependent, is_view, meta, name_of, packet_of
@@ -88,28 +88,38 @@ class Differentiable:
         )
 
     def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, passed: Sequence[Tensor]
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        passed: Sequence[Tensor],
+        runner: Runner = RUNNER,
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Returns the boundary; and what the gradients need: z, and the sums, means and variances that were taken."""
         s = self.plain
         env: Env = {**captured_in(s.graph), **_given(s.graph, passed)}
         with below_autocast(input):
             if s.statistics is None:
-                z = executor.forward(input, weight, bias, convolution)
+                z = runner.forward(input, weight, bias, convolution, False, None)
             else:
-                z, found = executor.forward_with_statistics(
-                    input, weight, bias, s.statistics.groups, 0.0, convolution, tail=Tail(VALUE.cpp)
+                z, found = runner.forward_with_statistics(
+                    input, weight, bias, s.statistics.groups, convolution, False, Tail(VALUE.cpp)
                 )
                 env.update(means_and_variances(found, s.statistics))
             env[s.fed] = z
             compute(s.constants, env)
-            run_rounds(s.graph, s.rounds, env, keep=True)
+            run_rounds(s.graph, s.rounds, env, keep=True, runner=runner)
         saved = [env[node] for node, _ in self.gradient.saved]
         flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
         return outputs(s.graph, env), [z, *flat]
 
     def gradients(
-        self, grads: Sequence[Tensor], saved: Sequence[Tensor], passed: Sequence[Tensor]
+        self,
+        grads: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        passed: Sequence[Tensor],
+        runner: Runner = RUNNER,
     ) -> list[Tensor | None]:
         """Returns the gradients of z, of the wanted captured tensors and of the passed tensors that need one.
 
@@ -126,7 +136,7 @@ class Differentiable:
             env[node] = with_strides_of(z, grad) if grad.shape == z.shape else grad
         with below_autocast(z):
             compute(g.constants, env)
-            run_rounds(g.graph, g.rounds, env, keep=True)
+            run_rounds(g.graph, g.rounds, env, keep=True, runner=runner)
         found: list[Tensor | None] = list(outputs(g.graph, env))
         return found
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..torch_ops import axis_executor, executor, kept, pool_executor, tail_executor
+from ..torch_ops import axis_executor, kept, pool_executor, tail_executor
 from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
+from ..torch_ops.runner import RUNNER, Runner
 from .axes import AxisPass
 from .expressions import VALUE
 from .pointwise import Shape, is_view, rows_of
@@ -52,13 +53,14 @@ class Prepared:
         convolution: Convolution,
         extra: Sequence[Any],
         parameters: tuple[Tensor, Tensor | None],
+        runner: Runner = RUNNER,
     ) -> Any:
         """Returns what the tail gives for the convolution's result.
 
         `parameters` are weight and bias before autocast has cast them.
         """
         with below_autocast(input):
-            return self._run(input, weight, bias, convolution, extra, parameters)
+            return self._run(input, weight, bias, convolution, extra, parameters, runner)
 
     def _run(
         self,
@@ -68,6 +70,7 @@ class Prepared:
         convolution: Convolution,
         extra: Sequence[Any],
         parameters: tuple[Tensor, Tensor | None],
+        runner: Runner,
     ) -> Any:
         s = self.stages
         env = self._start(weight, bias, convolution, extra, parameters)
@@ -80,9 +83,9 @@ class Prepared:
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
             if s.statistics is None:
                 used = None if s.epilogue == VALUE else tail
-                return executor.forward(input, weight, bias, convolution, keep=True, tail=used)
-            result, found = executor.forward_with_statistics(
-                input, weight, bias, s.statistics.groups, 0.0, convolution, keep=True, tail=tail
+                return runner.forward(input, weight, bias, convolution, True, used)
+            result, found = runner.forward_with_statistics(
+                input, weight, bias, s.statistics.groups, convolution, True, tail
             )
             env.update(means_and_variances(found, s.statistics))
             return result
@@ -91,7 +94,7 @@ class Prepared:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
             env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
-        run_rounds(s.graph, s.rounds, env)
+        run_rounds(s.graph, s.rounds, env, runner=runner)
         return outputs(s.graph, env)
 
     def _tail(self, env: Env) -> Tail:
@@ -139,7 +142,9 @@ class Prepared:
         self._seen, self._constant, self._folded, self._vectors = None, {}, None, None
 
 
-def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False) -> None:
+def run_rounds(
+    graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False, runner: Runner = RUNNER
+) -> None:
     """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise."""
     formed: Env = {}  # what passes have written, with five dimensions
     for each in divided.rounds:
@@ -147,19 +152,21 @@ def run_rounds(graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = F
         if axis_executor.is_channels_last(x) != each.channels_last:  # passes are planned for one layout
             x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
         kept = each is not divided.rounds[-1] or (keep and each.value is divided.rounds[0].value)
-        _run_round(graph, each, x, env, formed, kept)
+        _run_round(graph, each, x, env, formed, kept, runner)
     compute(divided.left, env)
 
 
-def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool) -> None:
+def _run_round(
+    graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool, runner: Runner
+) -> None:
     for each in rounds.sums:
         _compute_ready(rounds.small, env)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
         operands = _operands(each.launch.vectors, each.launch.wholes, env, x)
         if extreme := each.reductions[0].extreme:
-            found = axis_executor.extreme(x, extreme, expressions[0], *operands)
+            found = axis_executor.extreme(x, extreme, expressions[0], *operands, runner)
         else:
-            found = tail_executor.sums(x, expressions, *operands)
+            found = tail_executor.sums(x, expressions, *operands, runner)
         for reduction, total in zip(each.reductions, found, strict=True):
             env[reduction.node] = _finished(reduction, total)
     _compute_ready(rounds.small, env)
@@ -167,27 +174,27 @@ def _run_round(graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, forme
     keep = keep or bool(needed & _aliases(rounds.value))
     for one in rounds.passes:
         overwrite = not keep and one is rounds.passes[-1]
-        y = _run_pass(one, x, env, overwrite)
+        y = _run_pass(one, x, env, overwrite, runner)
         shape = one.node.meta["val"].shape
         formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
-def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool) -> Tensor:
+def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -> Tensor:
     dtype = one.node.meta["val"].dtype
     if isinstance(one, Written):
         operands = _operands(one.launch.vectors, one.launch.wholes, env, x)
-        return tail_executor.evaluate(x, one.launch.expressions[0].cpp, *operands, dtype, overwrite)
+        return tail_executor.evaluate(x, one.launch.expressions[0].cpp, *operands, dtype, overwrite, runner)
     vectors, wholes = _operands(one.vectors, one.wholes, env, x)
     if isinstance(one, PoolPass):
         how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
-        return pool_executor.run(x, *how, vectors, wholes, dtype)
+        return pool_executor.run(x, *how, vectors, wholes, dtype, runner)
     if isinstance(one, GatherPass):
         indices = None if one.indices is None else env[one.indices]
         pool = env[one.grad], indices, one.windows
-        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype)
+        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype, runner)
     program = one.program.cpp, one.sweeps, one.each
     sides = _placed(one, env, x), _along(one, env, x)
-    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite)
+    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner)
 
 
 def _aliases(value: fx.Node) -> set[fx.Node]:

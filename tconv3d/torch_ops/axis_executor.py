@@ -1,6 +1,6 @@
 """Runs passes that reduce a dense tensor along one axis (families/norm/axis_pass.cuh).
 
-Only this package calls this function, so arguments are not checked. Prepared tasks are in the executor's table.
+Only this package calls this function, so arguments are not checked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..families.norm.axis import Axis, AxisProblem, plan_axis
-from . import executor
+from ..planning.problem import Plan
 from .problems import DTYPES
 from .pytorch_ops import statistics_dtype
+from .runner import RUNNER, Runner
 
 OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "placed", "along", "null", "y", "workspace")
 RESULTS = {**DTYPES, torch.int64: "int64"}
@@ -49,6 +50,7 @@ def run(
     along: Tensor | None,
     dtype: torch.dtype,
     overwrite: bool,
+    runner: Runner = RUNNER,
 ) -> Tensor:
     """Returns what a program computes along the axis that `dims` of x, [N, C, D, H, W], are.
 
@@ -60,29 +62,36 @@ def run(
     counts = tuple(0 if tensor is None else tensor.shape[0] for tensor in (vectors, placed, along))
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, y, *wholes))
     key = ("axis_pass", x.dtype, x.device, x.shape, x.stride(), dims, program, dtype, counts, len(wholes), aligned)
-    task = executor.known(key)
-    if task is None:
+
+    def plan() -> Plan:
         problem = AxisProblem(
             _axis(x, dims, aligned), program, sweeps, counts[0], len(wholes), counts[1], counts[2], RESULTS[dtype]
         )
-        plan = plan_axis(problem, executor.device_of(x))
-        task = executor.remember(key, executor.make_task(plan, OPERANDS, (), x))
-    more = [*(tensor.data_ptr() for tensor in wholes), 0, 0, 0, 0][:4]
-    first, *rest = (0 if tensor is None else tensor.data_ptr() for tensor in (vectors, placed, along))
-    task.launch(x, (x.data_ptr(), first, *more, *rest, 0, y.data_ptr()))
+        return plan_axis(problem, runner.device_of(x))
+
+    more = [*wholes, None, None, None, None][:4]
+    runner.launch(key, plan, OPERANDS, x, (x, vectors, *more, placed, along, None, y))
     return y
 
 
-def extreme(x: Tensor, which: str, expression: str, vectors: Tensor | None, wholes: Sequence[Tensor]) -> Tensor:
+def extreme(
+    x: Tensor,
+    which: str,
+    expression: str,
+    vectors: Tensor | None,
+    wholes: Sequence[Tensor],
+    runner: Runner = RUNNER,
+) -> Tensor:
     """Returns the "Largest" or "Smallest" value of an expression of every channel of x: [1, N, C].
 
     A pass takes the extremes of rows or planes, of which there are enough to fill a GPU; PyTorch takes theirs.
     """
     dims, others = (frozenset({4}), (2, 3)) if is_channels_last(x) else (frozenset({3, 4}), (2,))
     step = f"tconv3d::Reduced<tconv3d::Finding{which}, {expression}>"
-    program = f"tconv3d::AxisProgram<tconv3d::EachPosition<tconv3d::Local<0>>, {step}>"
+    steps = f"tconv3d::Then<{step}, tconv3d::Done>"
+    program = f"tconv3d::AxisProgram<tconv3d::EachPosition<tconv3d::Local<0>>, {steps}>"
     wide = statistics_dtype(x.dtype)
-    found = run(x, dims, program, 1, False, vectors, wholes, None, None, wide, False)
+    found = run(x, dims, program, 1, False, vectors, wholes, None, None, wide, False, runner)
     return (found.amax(others) if which == "Largest" else found.amin(others)).reshape(1, *x.shape[:2])
 
 

@@ -1,6 +1,6 @@
 """Runs pools of dense activations over windows of their volume, and their gradients (families/norm/pool.py).
 
-Only this package calls these functions, so arguments are not checked. Prepared tasks are in the executor's table.
+Only this package calls these functions, so arguments are not checked.
 `vectors` is [number, N, C] in the accumulator's type; `wholes` have the type, shape and strides of x, which is dense,
 [N, C, D, H, W].
 """
@@ -16,9 +16,10 @@ from torch import Tensor
 from ..families.norm.planner import Activation
 from ..families.norm.pool import Pool, Windows, plan_pool, plan_pool_grad
 from ..planning.geometry import Triple
-from . import executor
+from ..planning.problem import Plan
 from .axis_executor import RESULTS, is_channels_last
 from .problems import DTYPES
+from .runner import RUNNER, Runner
 
 OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "null", "y", "workspace")
 GRADIENT = (*OPERANDS[:6], "grad", "indices", *OPERANDS[6:])
@@ -35,6 +36,7 @@ def run(
     vectors: Tensor | None,
     wholes: Sequence[Tensor],
     dtype: torch.dtype,
+    runner: Runner = RUNNER,
 ) -> Tensor:
     """Returns a pool of x, [N, C, *size], in the layout of x.
 
@@ -45,12 +47,12 @@ def run(
     count = 0 if vectors is None else vectors.shape[0]
     what = windows, size, way, averages, before, after, count, len(wholes)
     key = ("pool_pass", x.dtype, x.device, x.shape, x.stride(), dtype, aligned, what)
-    task = executor.known(key)
-    if task is None:
+
+    def plan() -> Plan:
         problem = Pool(*_shapes(x, aligned, size), windows, averages, count, len(wholes), RESULTS[dtype])
-        plan = plan_pool(problem, way, before, after, executor.device_of(x))
-        task = executor.remember(key, executor.make_task(plan, OPERANDS, (), x))
-    task.launch(x, (*_addresses(x, vectors, wholes), 0, y.data_ptr()))
+        return plan_pool(problem, way, before, after, runner.device_of(x))
+
+    runner.launch(key, plan, OPERANDS, x, (*_listed(x, vectors, wholes), None, y))
     return y
 
 
@@ -63,6 +65,7 @@ def gradient(
     vectors: Tensor | None,
     wholes: Sequence[Tensor],
     dtype: torch.dtype,
+    runner: Runner = RUNNER,
 ) -> Tensor:
     """Returns an expression of x and of the gradient of a pool of x, which is the expression's local number.
 
@@ -75,15 +78,14 @@ def gradient(
     count = 0 if vectors is None else vectors.shape[0]
     what = windows, grad.shape, grad.dtype, indices is None, expression, count, len(wholes)
     key = ("pool_grad", x.dtype, x.device, x.shape, x.stride(), dtype, aligned, what)
-    task = executor.known(key)
-    if task is None:
+
+    def plan() -> Plan:
         d, h, w = grad.shape[2:]
         shapes = _shapes(x, aligned, (d, h, w))
         problem = Pool(*shapes, windows, indices is None, count, len(wholes), RESULTS[dtype])
-        plan = plan_pool_grad(problem, DTYPES[grad.dtype], expression, executor.device_of(x))
-        task = executor.remember(key, executor.make_task(plan, GRADIENT, (), x))
-    places = 0 if indices is None else indices.data_ptr()
-    task.launch(x, (*_addresses(x, vectors, wholes), grad.data_ptr(), places, 0, y.data_ptr()))
+        return plan_pool_grad(problem, DTYPES[grad.dtype], expression, runner.device_of(x))
+
+    runner.launch(key, plan, GRADIENT, x, (*_listed(x, vectors, wholes), grad, indices, None, y))
     return y
 
 
@@ -101,6 +103,5 @@ def _shapes(x: Tensor, aligned: bool, size: Triple) -> tuple[Activation, Triple,
     return activation, (d, h, w), size
 
 
-def _addresses(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[int, ...]:
-    places = [*(tensor.data_ptr() for tensor in wholes), 0, 0, 0, 0][:4]
-    return x.data_ptr(), 0 if vectors is None else vectors.data_ptr(), *places
+def _listed(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return x, vectors, *[*wholes, None, None, None, None][:4]

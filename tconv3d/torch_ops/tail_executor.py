@@ -1,6 +1,6 @@
 """Runs the passes behind a convolution that evaluate expressions of every element, or sum them.
 
-Only this package calls these functions, so arguments are not checked. Prepared tasks are in the executor's table.
+Only this package calls these functions, so arguments are not checked.
 `vectors` is [number of vectors, N, C] in the accumulator's type; `wholes` are up to four tensors of x's type, shape
 and strides; x is dense, [N, C, D, H, W].
 """
@@ -8,22 +8,28 @@ and strides; x is dense, [N, C, D, H, W].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..families.norm.planner import Activation
 from ..families.norm.tail import TailProblem, plan_pass, plan_sums
-from . import executor
+from ..planning.problem import Plan
 from .problems import DTYPES
 from .pytorch_ops import statistics_dtype
+from .runner import RUNNER, Runner
 
 OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "null")
 
 
 def evaluate(
-    x: Tensor, expression: str, vectors: Tensor | None, wholes: Sequence[Tensor], dtype: torch.dtype, overwrite: bool
+    x: Tensor,
+    expression: str,
+    vectors: Tensor | None,
+    wholes: Sequence[Tensor],
+    dtype: torch.dtype,
+    overwrite: bool,
+    runner: Runner = RUNNER,
 ) -> Tensor:
     """Returns an expression of x. With `overwrite` x is the result if its type is the result's."""
     y = (
@@ -32,29 +38,40 @@ def evaluate(
         else torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
     )
     key = _key("tail_pass", x, (expression,), vectors, wholes, y)
-    task = executor.known(key)
-    if task is None:
+
+    def plan() -> Plan:
         problem = _problem(x, (expression,), vectors, wholes, y)
-        plan = plan_pass(problem, DTYPES[dtype], executor.device_of(x))
-        task = executor.remember(key, executor.make_task(plan, (*OPERANDS, "y", "workspace"), (), x))
-    task.launch(x, (*_addresses(x, vectors, wholes), y.data_ptr()))
+        return plan_pass(problem, DTYPES[dtype], runner.device_of(x))
+
+    runner.launch(key, plan, (*OPERANDS, "y", "workspace"), x, (*_listed(x, vectors, wholes), y))
     return y
 
 
-def sums(x: Tensor, expressions: tuple[str, ...], vectors: Tensor | None, wholes: Sequence[Tensor]) -> Tensor:
+def sums(
+    x: Tensor,
+    expressions: tuple[str, ...],
+    vectors: Tensor | None,
+    wholes: Sequence[Tensor],
+    runner: Runner = RUNNER,
+) -> Tensor:
     """Returns the sums of expressions over the volume of every channel, in float64: [number of expressions, N, C]."""
     key = _key("tail_sums", x, expressions, vectors, wholes, x)
     problem = _problem(x, expressions, vectors, wholes, x)
-    plan, slots = plan_sums(problem, executor.device_of(x))
-    task = executor.known(key)
-    if task is None:
-        task = executor.remember(key, executor.make_task(plan, (*OPERANDS, "sums", "workspace"), (), x))
+    plan, slots = plan_sums(problem, runner.device_of(x))
     parts = x.new_empty((*x.shape[:2], slots, len(expressions)), dtype=statistics_dtype(x.dtype))
-    task.launch(x, (*_addresses(x, vectors, wholes), parts.data_ptr()))
+    names = (*OPERANDS, "sums", "workspace")
+    runner.launch(key, lambda: plan, names, x, (*_listed(x, vectors, wholes), parts))
     return parts.sum(2, dtype=torch.float64).permute(2, 0, 1)
 
 
-def _key(name: str, x: Tensor, expressions: tuple[str, ...], vectors: Any, wholes: Any, y: Tensor) -> tuple[Any, ...]:
+def _key(
+    name: str,
+    x: Tensor,
+    expressions: tuple[str, ...],
+    vectors: Tensor | None,
+    wholes: Sequence[Tensor],
+    y: Tensor,
+) -> tuple[object, ...]:
     aligned = _aligned(x, wholes, y)
     count = 0 if vectors is None else vectors.shape[0]
     return (name, x.dtype, x.device, x.shape, x.stride(), y.dtype, expressions, count, len(wholes), aligned)
@@ -74,6 +91,6 @@ def _problem(
     return TailProblem(activation, expressions, 0 if vectors is None else vectors.shape[0], len(wholes))
 
 
-def _addresses(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[int, ...]:
-    places = [*(tensor.data_ptr() for tensor in wholes), 0, 0, 0, 0][:4]
-    return x.data_ptr(), 0 if vectors is None else vectors.data_ptr(), *places, 0
+def _listed(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Returns the operands in the order of `OPERANDS`."""
+    return x, vectors, *[*wholes, None, None, None, None][:4], None

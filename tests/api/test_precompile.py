@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -303,3 +304,38 @@ def test_packing_has_no_effect_on_later_calls(packed: Path) -> None:
         assert {(e.kernel, e.constants) for e in planner.plan(call.forward, executor.EMULATED).launches} <= own
         planner.forget()
     assert executor._tasks == before
+
+
+@needs_emulator
+def test_a_pack_holds_measured_winners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What won on the machine that writes the pack is taken where it is loaded, without a measurement."""
+
+    class Invented:
+        """A clock by which each candidate takes longer than the next."""
+
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __call__(self, run: Any, *arguments: Any) -> float:
+            self.count += 1
+            return 10.0 / self.count
+
+    def never(*arguments: Any) -> float:
+        raise AssertionError("a packed winner is not measured again")
+
+    layer = tconv3d.ConvTranspose3d(4, 6, 3, dtype=torch.float64)
+    x, path = torch.randn(1, 4, 3, 3, 3, dtype=torch.float64), tmp_path / "layer.tconv3d"
+    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path / "here"))
+    executor.forget()
+    with tconv3d.use_backend("emulator"), torch.no_grad():
+        with choosing.measured_by(Invented()):
+            layer(x)
+            written = tconv3d.precompile(layer, x, path=path, gpus="emulator", backward=False)
+        index = packs.read(path).index
+        assert sum(entry.name.endswith(".measured") for entry in index.entries) == 1 and written.choices >= 1
+        monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path / "elsewhere"))
+        executor.forget()
+        tconv3d.load_precompiled(path)
+        with choosing.measured_by(never):
+            layer(x)
+    executor.forget()

@@ -44,5 +44,6 @@ def test_the_features_that_readers_ask_for_are_there() -> None:
     features = " ".join(row[0] for row in ROWS)
     for name in ("autocast", "GradScaler", "checkpoint", "FSDP2", "compile", "export", "Lightning", "MetaTensor",
                  "pruning", "parametrizations", "vmap", "jacrev", "is_grads_batched", "forward_ad", "symbolic_trace",
-                 "jit.script", "onnx", "quantization", "FlopCounterMode", "with_flops"):  # fmt: skip
+                 "jit.script", "onnx", "quantization", "FlopCounterMode", "with_flops", "AOTInductor", "precompile",
+                 "DistributedDataParallel", "any order"):  # fmt: skip
         assert name in features, name

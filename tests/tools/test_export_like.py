@@ -46,7 +46,7 @@ def forward_of(found: reference.Reference) -> list[str]:
     lines = found.model.split("\n")
     start = next(i for i, line in enumerate(lines) if "def forward" in line)
     end = next(i for i in range(start, len(lines)) if "return" in lines[i])
-    return [line.strip() for line in lines[start + 1 : end + 1] if "check_settings" not in line]
+    return [line.strip() for line in lines[start + 1 : end + 1] if "settings" not in line]
 
 
 CONVOLVED = "convolve(x, self.up.weight)"
@@ -63,12 +63,12 @@ BLOCK = "block(x, self.up.weight, self.norm.weight, self.norm.bias)"
          [f"return {BLOCK}"]),
         (["return F.conv_transpose3d(x, self.up.weight, stride=2, padding=1)"], [f"return {CONVOLVED}"]),
         (["return torch.relu(self.up(x))"],
-         [f"x = {CONVOLVED}", "# PyTorch computes what follows.", "return torch.relu(x)"]),
+         [f"x = {CONVOLVED}", "# PyTorch computes what follows.", "return x.relu()"]),
         (["x = self.up(x)", "x = torch.clamp(x, min=-1.0)", "return x / self.scale"],
-         [f"x = {CONVOLVED}", "# PyTorch computes what follows.", "x = torch.clamp(x, min=-1.0)", "return x / 2.0"]),
+         [f"x = {CONVOLVED}", "# PyTorch computes what follows.", "x = x.clamp(min=-1.0)", "return x / 2.0"]),
         (["y = self.up(x * 2)", "return torch.relu(y) + y"],
          ["# PyTorch computes what comes before the convolution.", "x = x * 2",
-          "up = convolve(x, self.up.weight)", "# PyTorch computes what follows.", "x = torch.relu(up)",
+          "up = convolve(x, self.up.weight)", "# PyTorch computes what follows.", "x = up.relu()",
           "return x + up"]),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_everything_else_of_the_reference_stays() -> None:
     found = read("return self.up(x)")
     assert "class ModelNew(nn.Module):" in found.model and "super(ModelNew, self)" in found.model
     assert '"""A Model."""' in found.model and "def __init__(self, channels, scale=2.0):" in found.model
-    assert "__future__" not in found.model + found.imports and found.imports == ""
+    assert "__future__" not in found.model and found.written()[1] == ""
     assert found.title == "A reference."
     space: dict[str, Any] = {"torch": torch, "nn": torch.nn}
     exec(found.model, space)

@@ -65,7 +65,8 @@ struct Slab {
     // Copies of a row.
     constexpr int kItems = L::kLast ? L::kCols * kInner : (L::kCols + L::kGrain - 1) / L::kGrain;
     constexpr int kWidth = kItems < L::kThreads ? kItems : L::kThreads, kStep = L::kThreads / kWidth;
-    constexpr int kTimes = (L::kRows + kStep - 1) / kStep, kUnrolled = kTimes < 8 ? kTimes : 4;
+    constexpr int kTimes = (L::kRows + kStep - 1) / kStep;
+    [[maybe_unused]] constexpr int kUnrolled = kTimes < 8 ? kTimes : 4;  // read by a pragma alone
     const int thread = static_cast<int>(threadIdx.x), first_row = thread / kWidth;
     if (first_row >= kStep) return;
     const Scalar* first = from + plane * strides.d + (first_h + first_row) * strides.h;

@@ -450,7 +450,8 @@ struct HaloLines {
           Scalar* line = y + Stores::field_start(args, 0, kField);
           ptx::pin(line);
           const float* first = &sums[m][kField * Config::kOutTile / 2];
-          const float* second = &sums[m][(kPartner < 0 ? 0 : kPartner) * Config::kOutTile / 2];
+          [[maybe_unused]] const float* second =
+              &sums[m][(kPartner < 0 ? 0 : kPartner) * Config::kOutTile / 2];
 #pragma unroll
           for (int i = 0; i < Config::kOutTile / 4; ++i) {
             const int out = i / 2 * 8 + i % 2, k = i / 2 * 4 + i % 2;

@@ -200,7 +200,7 @@ struct HaloStores {
               static_cast<Scalar*>(args.y) + to.start + field_start(args, 0, kField) + own * args.y_stride.c;
           ptx::pin(y);  // Without this the compiler computes every address from args.y.
           const float* first = &sums[kSlab][kField * Config::kOutTile / 2 + 2 * kHalf];
-          const float* second = &sums[kSlab][kPartner * Config::kOutTile / 2 + 2 * kHalf];
+          [[maybe_unused]] const float* second = &sums[kSlab][kPartner * Config::kOutTile / 2 + 2 * kHalf];
           const auto store = [&](int channel, unsigned word) {
             ptx::store_global_if(exists && (kAll || channel < left), further(args, y, channel), word);
           };
@@ -247,10 +247,10 @@ struct HaloStores {
             constexpr int kFirst = kGroup * Layout::kGroupColumns / 2;
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
             if constexpr (kPartner >= 0) {
-              const float* second = &sums[kSlab][kFirst + kPartner * Config::kOutTile / 2];
+              [[maybe_unused]] const float* second = &sums[kSlab][kFirst + kPartner * Config::kOutTile / 2];
               Lines<2, kVector, 1>::store(args, at, me, to_pair, kGroup, kField, first, second);
             } else {
-              const float* second = &sums[kNext][kFirst + kField * Config::kOutTile / 2];
+              [[maybe_unused]] const float* second = &sums[kNext][kFirst + kField * Config::kOutTile / 2];
               Lines<1, kVector, kTogether>::store(args, at, me, to_one, kGroup, kField, first, second);
             }
           }

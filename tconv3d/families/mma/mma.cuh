@@ -295,7 +295,7 @@ struct Mma {
       if constexpr (kNow % kRowUses == 0 && kUse.row + 1 < kCount)
         find_windows(windows[(kUse.row + 1) % 2], halo, row + kUse.row + 1);
       if constexpr (kNext < kUses) {
-        constexpr Use kAfter = use(kNext);
+        [[maybe_unused]] constexpr Use kAfter = use(kNext);
         if constexpr (kEarly && kAfter.first)
           load_fragments<kNext>(a[kAfter.unit % 2], windows[kAfter.row % 2]);
         load_columns<kNext>(b[kNext % 2], weights);

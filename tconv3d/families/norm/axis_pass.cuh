@@ -21,7 +21,7 @@ struct AxisPass {
   using Program = typename C::Program;
   static constexpr int kTensors = C::kWholes + 1;  // x and the further tensors of its shape
   static constexpr int kOwn = C::kRows ? 1 : C::kVector;
-  static constexpr int kNumbers = C::kPlaced + Program::kSteps;
+  static constexpr int kNumbers = C::kPlaced + Program::Steps::kCount;
   static constexpr int kFlight = 4;  // vectors whose loads are in flight at a time
   static constexpr int kAlong =
       8;  // whole<kAlong + i>() is operand i that depends on the place along the axis
@@ -174,22 +174,28 @@ struct AxisPass {
     }
   }
 
-  __device__ __forceinline__ void run() {
-    static_for<Program::kSteps>([&](auto i) {
-      constexpr int kStep = decltype(i)::value;
-      using Step = typename Program::template At<kStep>;
+  // Runs steps, of which the first gives number kNumber. kFirst: no step before them has read the tensors.
+  template <class Steps, bool kFirst, int kNumber>
+  __device__ __forceinline__ void run_steps() {
+    if constexpr (Steps::kCount > 0) {
+      using Step = typename Steps::First;
       if constexpr (Step::kReduces) {
-        reduce<Step, Program::reads_first(kStep), C::kPlaced + kStep>();
+        reduce<Step, kFirst, kNumber>();
       } else {
 #pragma unroll
-        for (int v = 0; v < kOwn; ++v) numbers[v][C::kPlaced + kStep] = Step::Of::of(element(Items{}, 0, v));
+        for (int v = 0; v < kOwn; ++v) numbers[v][kNumber] = Step::Of::of(element(Items{}, 0, v));
       }
-    });
+      run_steps<typename Steps::Rest, kFirst && !Step::kReduces, kNumber + 1>();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    run_steps<typename Program::Steps, true, C::kPlaced>();
     using Result = typename C::Result;
     using Of = typename Program::Final::Of;
     Result* const y = static_cast<Result*>(args.y);
     if constexpr (Program::Final::kEach) {
-      sweep<Program::reads_first(Program::kSteps)>([&](int l, const Items& items) {
+      sweep<!Program::Steps::kReduces>([&](int l, const Items& items) {
         Vector<Result, C::kVector> results;
 #pragma unroll
         for (int v = 0; v < C::kVector; ++v)

@@ -1,6 +1,7 @@
 // What one pass computes along an axis of a tensor, as a type: steps that each give one number per position,
-// and what is stored at the end. Softmax is AxisProgram<EachElement<exp(x - m) / s>, largest x, sum of
-// exp(x - m)>: a position is what remains when the axis is taken away, and m and s are its local numbers.
+// and what is stored at the end. Softmax is AxisProgram<EachElement<exp(x - m) / s>, Then<largest x, Then<sum
+// of exp(x - m), Done>>>: a position is what remains when the axis is taken away, and m and s are its local
+// numbers.
 #pragma once
 
 #include "axis_reductions.cuh"
@@ -37,30 +38,25 @@ struct EachPosition {
   using Of = Expression;
 };
 
-template <int kIndex, class First, class... Rest>
-struct StepAt {
-  using type = typename StepAt<kIndex - 1, Rest...>::type;
-};
-template <class First, class... Rest>
-struct StepAt<0, First, Rest...> {
-  using type = First;
+// The end of a list of steps.
+struct Done {
+  static constexpr int kCount = 0;
+  static constexpr bool kReduces = false;
 };
 
-template <class Stored, class... Steps>
+// A step, and the steps after it.
+template <class Step, class Others>
+struct Then {
+  using First = Step;
+  using Rest = Others;
+  static constexpr int kCount = 1 + Rest::kCount;
+  static constexpr bool kReduces = First::kReduces || Rest::kReduces;  // one of the steps reads the tensors
+};
+
+template <class Stored, class All>
 struct AxisProgram {
   using Final = Stored;
-  static constexpr int kSteps = sizeof...(Steps);
-  template <int kIndex>
-  using At = typename StepAt<kIndex, Steps..., void>::type;
-
-  // Whether no step before `step` reduces, so that step `step` is the first one that reads the tensors.
-  static __device__ constexpr bool reads_first(int step) {
-    const bool reduces[] = {Steps::kReduces..., false};
-    for (int i = 0; i < step; ++i) {
-      if (reduces[i]) return false;
-    }
-    return true;
-  }
+  using Steps = All;
 };
 
 }  // namespace tconv3d

@@ -18,7 +18,8 @@ __device__ void run(const Args& args) {
   using Element = PoolElement<C, 0>;
   using Index = typename PoolPlace<C>::Index;
   static_assert(C::kChannelsLast || C::kVector == 1, "only neighbouring channels are a vector");
-  constexpr bool kFew = C::kWindowD * C::kWindowH * C::kWindowW <= 64;  // few enough to unroll all loops
+  // Whether places are few enough to unroll all loops.
+  [[maybe_unused]] constexpr bool kFew = C::kWindowD * C::kWindowH * C::kWindowW <= 64;
 
   const Index at = static_cast<Index>(blockIdx.x) * C::kThreads + static_cast<Index>(threadIdx.x);
   if (at >= args.count) return;

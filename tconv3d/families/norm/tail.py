@@ -32,7 +32,9 @@ def plan_pass(p: TailProblem, result: str, device: Device) -> Plan:
 def plan_sums(p: TailProblem, device: Device) -> tuple[Plan, int]:
     """Returns the plan of a pass that sums expressions, and the slots of every channel of a batch item."""
     strips = Strips.of(p.activation, device)
-    listed = f"tconv3d::ExpressionList<{', '.join(p.expressions)}>"
+    listed = "tconv3d::NoExpression"
+    for each in reversed(p.expressions):
+        listed = f"tconv3d::ExpressionList<{each}, {listed}>"
     return _plan(TAIL_SUMS, p, strips, len(p.expressions), ("Expressions", listed)), strips.slots
 
 

@@ -7,13 +7,20 @@
 
 namespace tconv3d {
 
-template <class... Expressions>
+// The end of a list of expressions.
+struct NoExpression {
+  static constexpr int kCount = 0;
+};
+
+// An expression, and the expressions after it.
+template <class First, class Rest>
 struct ExpressionList {
-  static constexpr int kCount = sizeof...(Expressions);
-  template <class Acc, class Element>
-  static __device__ __forceinline__ void add(Acc (&sums)[kCount], const Element& element) {
-    int i = 0;
-    ((sums[i++] += Expressions::of(element)), ...);
+  static constexpr int kCount = 1 + Rest::kCount;
+  // Adds the values of the expressions to sums, from number kAt on.
+  template <int kAt, class Acc, class Element>
+  static __device__ __forceinline__ void add(Acc* sums, const Element& element) {
+    sums[kAt] += First::of(element);
+    if constexpr (Rest::kCount > 0) Rest::template add<kAt + 1>(sums, element);
   }
 };
 
@@ -30,7 +37,7 @@ struct TailSums : TailOperands<C> {
   __device__ __forceinline__ void use(int, const typename TailOperands<C>::template Items<kCount>& items) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-      C::Expressions::add(sums[C::kChannelsLast ? i : 0], this->element(items, i));
+      C::Expressions::template add<0>(sums[C::kChannelsLast ? i : 0], this->element(items, i));
   }
 };
 

@@ -19,7 +19,8 @@ import torch
 from ...planning import gpus as known_gpus
 from .. import tasks
 from ..bench import layers
-from . import passes, python_file, reference, subjects
+from . import chain, passes, python_file, reference, subjects
+from .following import Following
 from .passes import ANY, DEVICES, LAYOUTS, PRECISIONS, NotExportableError
 
 __all__ = ["ANY", "DEVICES", "LAYOUTS", "PRECISIONS", "NotExportableError", "export", "export_like"]
@@ -60,17 +61,28 @@ def export_like(
     command: str = "tconv3d export",
     name: str = "model",
     emulated: bool = False,
+    evaluated: bool = False,
 ) -> str:
     """Returns the file for a reference: a Python text that defines `Model`, `get_inputs` and `get_init_inputs`.
 
-    By default the file holds the type and the layout of the convolution's input. Other arguments are `export`'s.
+    By default the file holds the type and the layout of the convolution's input. `evaluated` exports the model in
+    evaluation mode, in which a BatchNorm uses its running statistics. Other arguments are `export`'s.
     """
-    found = reference.read(text)
+    found = reference.read(text, evaluated)
     chosen = passes.variants(
         dtypes or (precision_of(found.dtype),), layouts or (found.layout,), gpus or (gpu_at_hand(),)
     )
+    following = found.following
+    if isinstance(following, Following) and len(chosen) > 1:
+        following = "the file holds several types, layouts or GPUs: export one at a time to have it in the kernels"
+    if isinstance(following, Following):
+        made = chain.chain(found.layer, following, chosen[0], forward_only)
+        if isinstance(made, chain.Chain):
+            operations = chain.operations(made, found.layer, chosen, forward_only)
+            return python_file.python_file(name, found, operations, command, emulated, made)
+        following = made
     operations = passes.operations(found.layer, chosen, forward_only, found.eps)
-    return python_file.python_file(name, found, operations, command, emulated)
+    return python_file.python_file(name, found, operations, command, emulated, why_not=following or "")
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -28,6 +28,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=[], help="default: that of the inputs")
     parser.add_argument("--gpu", nargs="+", choices=DEVICES, default=[], help="default: the GPU at hand, else H200")
     parser.add_argument("--forward-only", action="store_true", help="leave out the gradients")
+    evaluated = "with --like: the model as it computes in evaluation, not in training (BatchNorm, Dropout)"
+    parser.add_argument("--eval", action="store_true", dest="evaluated", help=evaluated)
     parser.set_defaults(run=_export)
 
 
@@ -38,12 +40,19 @@ def _export(arguments: argparse.Namespace) -> int:
     for flag in ("dtype", "layout", "gpu"):
         words += [f"--{flag}", *getattr(arguments, flag)] if getattr(arguments, flag) else []
     words += ["--forward-only"] if arguments.forward_only else []
+    words += ["--eval"] if arguments.evaluated else []
+    if arguments.evaluated and not arguments.like:
+        raise ValueError("--eval goes with --like: layers and tasks compute the same in training and evaluation")
     given = (arguments.dtype, arguments.layout, arguments.gpu, arguments.forward_only, shlex.join(words))
     try:
         source = arguments.like.read_text(encoding="utf-8") if arguments.like else ""
     except OSError as error:
         raise ValueError(f"cannot read {arguments.like}: {error.strerror}") from None
-    text = export_like(source, *given) if arguments.like else export(arguments.layer, *given)
+    text = (
+        export_like(source, *given, evaluated=arguments.evaluated)
+        if arguments.like
+        else export(arguments.layer, *given)
+    )
     try:
         arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:

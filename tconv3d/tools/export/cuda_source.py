@@ -84,7 +84,8 @@ _ATTACHED = re.compile(r"^(// [^\n]*\n)\n(?=template|struct|enum|__device__)", r
 
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
-    parts = specialise(Headers(kernels, emulated), _settings(operations))
+    settings = _settings(operations)
+    parts = specialise(Headers(kernels, emulated, _tails(settings)), settings)
     names = _arguments(parts)
     words = _words(parts)
     trimmed = [_trimmed(operation, words) for operation in operations]
@@ -176,7 +177,8 @@ def _trimmed(operation: Operation, words: Mapping[str, set[str]]) -> Operation:
     return replace(operation, plans=plans)
 
 
-_BOUNDS = ("kThreads", "kMinBlocks", "kClusterSize")  # used to launch a kernel, perhaps never inside it
+# Constants that are used to launch a kernel, and perhaps never inside it.
+_BOUNDS = ("kThreads", "kMinBlocks", "kClusterSize", arguments.TAIL)
 
 
 def _settings(operations: Sequence[Operation]) -> Settings:
@@ -188,6 +190,16 @@ def _settings(operations: Sequence[Operation]) -> Settings:
                 known = found.setdefault(launch.kernel, [])
                 if launch.constants not in known:
                     known.append(launch.constants)
+    return found
+
+
+def _tails(settings: Settings) -> dict[str, Constants]:
+    """Returns, for each kernel with operands of a tail, the constant with the most whole tensors."""
+    found: dict[str, Constants] = {}
+    for kernel, several in settings.items():
+        given = [value for constants in several for name, value in constants if name == arguments.TAIL]
+        if given:
+            found[kernel] = ((arguments.TAIL, max(value for value in given if isinstance(value, int))),)
     return found
 
 
@@ -390,7 +402,7 @@ def _members(config: str, constants: Iterable[tuple[str, Constant]]) -> str:
     lines = []
     for key, value in constants:
         if isinstance(value, str):
-            lines.append(f"  using {key} = {value.removeprefix('tconv3d::')};\n")
+            lines.append(listed(f"  using {key} = ", value.replace("tconv3d::", "").split(", "), ";", 6))
     for type_, kind in (("bool", bool), ("int", int)):
         given = [f"{key} = {str(value).lower()}" for key, value in constants if type(value) is kind]
         wide = [text for text in given if type_ == "int" and abs(int(text.split()[-1])) >= 2**31]
@@ -427,21 +439,22 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Me
     """Writes one launch, with the arguments that the kernel has by name."""
     launch = plan.launches[index]
     _, function = _names(operation, plan, index)
-    declared = arguments.declared(launch.kernel)
+    declared = arguments.declared(launch.kernel, launch.constants)
     if declared is None:
         raise NotExportableError(f"the arguments of {launch.kernel} are not declared (planning/arguments.py)")
     known = {name: name for name in (*operation.operands, *(r.name for r in operation.results), "workspace")}
     known |= {name: f"part(workspace, {start})" for name, start in plan.regions}
     places = [known.get(pointer, "nullptr") for pointer in launch.pointers]
     values = declared.given(places, launch.scalars)
-    fields = [piece for name, inner in names[launch.kernel].items() for piece in _fields(name, values[name], inner)]
+    members = {name: inner for name, inner in names[launch.kernel].items() if name in values}
+    fields = [piece for name, inner in members.items() for piece in _fields(name, values[name], inner)]
     grid = ", ".join(map(str, launch.grid))
     cluster = cluster_of(launch)
-    given = f'"{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {launch.shared_bytes}, args, stream'
-    call = f"launch_clusters({given}, {cluster})" if cluster > 1 else f"launch({given})"
-    return (
-        f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + f"    {call};\n  }}\n"
-    )
+    given = [f'"{launch.kernel}"', function, f"dim3{{{grid}}}", str(launch.threads), str(launch.shared_bytes)]
+    given += ["args", "stream", *([str(cluster)] if cluster > 1 else [])]
+    start = "    launch_clusters(" if cluster > 1 else "    launch("
+    call = listed(start, given, ");", len(start))
+    return f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + call + "  }\n"
 
 
 def _fields(name: str, value: object, members: Members) -> list[str]:

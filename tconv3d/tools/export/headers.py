@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...planning import arguments
+from ...planning.launch import Constants
 from ...runtime.sources import find
 from .syntax import Macros, SyntaxNotReadError, normalise, resolve
 
@@ -13,7 +15,11 @@ from .syntax import Macros, SyntaxNotReadError, normalise, resolve
 class Headers:
     """Reads the headers of the package, or of one other directory, each once."""
 
-    def __init__(self, directory: Path | None = None, emulated: bool = False) -> None:
+    def __init__(
+        self, directory: Path | None = None, emulated: bool = False, tails: Mapping[str, Constants] | None = None
+    ) -> None:
+        """`tails`: for kernels whose arguments have the operands of a tail, the constants that say so."""
+        self._tails = tails or {}
         self._directories = None if directory is None else (directory,)
         self._defined = frozenset({"TCONV3D_EMULATOR"} if emulated else ())
         self._texts: dict[str, str] = {}
@@ -58,7 +64,7 @@ class Headers:
     def _generated(self, kernel: str) -> list[str]:
         """Returns the headers that must come before a kernel's own: those of its arguments' types, and one for each
         struct that is made from the declaration of the arguments."""
-        declared = arguments.declared(kernel)
+        declared = arguments.declared(kernel, self._tails.get(kernel, ()))
         if declared is None:
             return []
         names = list(declared.includes)

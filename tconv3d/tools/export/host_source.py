@@ -9,7 +9,7 @@ from .passes import Operation, Result
 
 TOP = """#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAGuard.h>
+{more}#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -24,6 +24,7 @@ constexpr auto kFormat = at::MemoryFormat::Contiguous;
 #endif
 """
 FORMATS = {"contiguous": "Contiguous", "channels_last_3d": "ChannelsLast3d"}
+KINDS = {"float16": "kHalf", "bfloat16": "kBFloat16", "float32": "kFloat", "float64": "kDouble", "int64": "kLong"}
 SCRATCH = """
 // Returns memory that an operation needs only while it runs; the next one on the stream may have it.
 at::Tensor scratch(long long bytes, const at::Tensor& like) {
@@ -33,7 +34,8 @@ at::Tensor scratch(long long bytes, const at::Tensor& like) {
 
 
 def host_source(operations: Sequence[Operation]) -> str:
-    text = TOP
+    strided = any(result.strides for operation in operations for result in operation.results)
+    text = TOP.replace("{more}", "#include <ATen/ops/empty_strided.h>\n" if strided else "")
     for operation in operations:
         start = f"void launch_{operation.name}("
         text += f"long long {operation.name}_workspace();\n" if operation.has_workspace else ""
@@ -47,12 +49,17 @@ def host_source(operations: Sequence[Operation]) -> str:
 
 def function_names(operations: Sequence[Operation]) -> list[str]:
     """Returns the names of the functions that Python calls."""
-    return [name for o in operations for name in (o.name, *([f"{o.name}_"] if o.in_place else []))]
+    return [name for o in operations for name in _names(o)]
+
+
+def _names(operation: Operation) -> list[str]:
+    over = operation.in_place or operation.only_in_place
+    return [*([] if operation.only_in_place else [operation.name]), *([f"{operation.name}_"] if over else [])]
 
 
 def _functions(operation: Operation) -> str:
     """Writes the function of an operation and, if it may run in place, also `name_`, which overwrites operand 0."""
-    return _function(operation) + (_function(operation, over=True) if operation.in_place else "")
+    return "".join(_function(operation, over=name.endswith("_")) for name in _names(operation))
 
 
 def _function(operation: Operation, over: bool = False) -> str:
@@ -82,6 +89,10 @@ def _function(operation: Operation, over: bool = False) -> str:
 
 def _allocation(result: Result, like: str) -> str:
     shape = ", ".join(map(str, result.shape))
-    dtype = {"": "", "float32": ".dtype(at::kFloat)"}[result.dtype]
+    dtype = f".dtype(at::{KINDS[result.dtype]})" if result.dtype else ""
+    if result.strides:
+        strides = ", ".join(map(str, result.strides))
+        start = f"  at::Tensor {result.name} = at::empty_strided("
+        return listed(start, [f"{{{shape}}}", f"{{{strides}}}", f"{like}.options(){dtype}"], ");", len(start))
     volume = ".memory_format(kFormat)" if result.volume else ""
     return f"  at::Tensor {result.name} = at::empty({{{shape}}}, {like}.options(){dtype}{volume});\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from .program import Declaration, Unit, declarator_name
+from .program import Declaration, Unit, declarator_name, parameter_name
 from .purity import Purity
 from .syntax import Node
 from .trace import Findings
@@ -62,9 +63,27 @@ def _removable(functions: list[Declaration], calls: list[Node], findings: Findin
     for index in range(max(counts)) if len(counts) == 1 else ():
         unread = all(_is_unread(parameters_of(function)[index], findings) for function in functions)
         given = [arguments[index] for arguments in map(arguments_of, calls) if index < len(arguments)]
-        if unread and all(map(purity.is_pure, given)):
+        deduced = any(_is_deduced(function, index, calls) for function in functions)
+        if unread and not deduced and all(map(purity.is_pure, given)):
             found.append(index)
     return found
+
+
+def _is_deduced(function: Declaration, index: int, calls: list[Node]) -> bool:
+    """Tells whether a parameter alone says what a template parameter is that some call does not write out."""
+    words = [set(re.findall(r"\w+", parameter.text)) for parameter in parameters_of(function)]
+    others = set().union(*(each for i, each in enumerate(words) if i != index))
+    written = min((_written_arguments(call) for call in calls), default=0)
+    names = [parameter_name(parameter) for parameter in function.parameters][written:]
+    return any(name in words[index] and name not in others for name in names)
+
+
+def _written_arguments(call: Node) -> int:
+    """Returns how many template arguments a call writes out."""
+    function = call.need("function")
+    lists = [node for node in function.walk() if node.kind == "template_argument_list"]
+    own = [node for node in lists if node.end == function.end]
+    return len([kid for kid in own[0].kids if kid.kind != "comment"]) if own else 0
 
 
 def parameters_of(function: Declaration) -> list[Node]:

@@ -83,6 +83,7 @@ class Result:
     shape: tuple[int, ...]
     volume: bool = False
     dtype: str = ""  # empty means the type of the first operand
+    strides: tuple[int, ...] = ()  # given if the result need not be contiguous or a volume
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Operation:
     results: tuple[Result, ...]
     plans: dict[Variant, Plan]
     in_place: bool = False  # whether the result may overwrite the first operand
+    only_in_place: bool = False  # whether the result always overwrites the first operand
+    note: str = ""  # what is computed besides the convolution, as an expression
 
     @property
     def has_workspace(self) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
 from ..bench.layers import Layer
+from .chain import Chain
+from .chain_text import chain_text, shapes_text
 from .cuda_source import cuda_source, described
 from .host_source import function_names, host_source
 from .passes import ANY, DEVICES, Operation, macro
 from .reference import Reference
+from .wrapping import wrapped
 
 FILE = '''"""{title}
 
@@ -23,8 +28,7 @@ One file: PyTorch 2.9 or newer, nvcc and a C++ compiler are all it needs.
 How it is computed, by kernels that are compiled when they are first needed, by load_inline:
 
 {how}
-The shape of the input is fixed. The file holds {holds}.
-Written by tconv3d {version}:
+{fixed}Written by tconv3d {version}:
 
     {command}
 """
@@ -61,7 +65,7 @@ def check_settings(module: nn.Module, expected: dict[str, Any]) -> None:
     if "bias" in expected:
         given["bias"] = module.bias is not None
     if given != expected:
-        raise ValueError(f"this file was exported for {{expected}}, got {{given}}")
+{mode_hint}        raise ValueError(f"this file was exported for {{expected}}, got {{given}}{hint}")
 
 
 def check(x: Tensor, *parameters: Tensor) -> None:
@@ -104,7 +108,7 @@ def ready(tensor: Tensor, layout: str) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
 
 
-{dense}def written(tensor: Tensor) -> Tensor:
+{records}{dense}def written(tensor: Tensor) -> Tensor:
     """The tensor with its elements in memory: PyTorch may have left out a minus sign (z.conj().imag) or zeros."""
     return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
 
@@ -122,7 +126,7 @@ def extension(device: int, precision: str, layout: str) -> Any:
         name=f"{name}_{{precision}}_{{layout}}_sm{{arch}}",
         cpp_sources=[CPP_SOURCE],
         cuda_sources=[CUDA_SOURCE],
-        functions=[{functions}],
+{functions}
         extra_cflags=["-O2"{more}],
         extra_cuda_cflags=["-O3", "-std=c++20", f"-gencode=arch=compute_{{arch}},code=sm_{{arch}}"{more}],
         no_implicit_headers=True,
@@ -138,6 +142,10 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
+VIEWS = ("view", "reshape", "expand", "permute", "squeeze", "unsqueeze", "getitem")
+MODE_HINT = """        modal = given.get("training") != expected.get("training")
+        hint = ": export it with --eval, or without" if modal else ""
+"""
 NO_BACKWARD = """    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> None:
         raise RuntimeError("this file was exported with --forward-only: export it without for gradients")"""
@@ -175,12 +183,14 @@ BLOCK = '''def block(x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, s
         raise RuntimeError("this file does not know autocast: cast input and parameters to one type")
     tensors = [x, weight{bias}, scale, shift]
     check(*tensors)
-    return Block.apply(*tensors)
+    return Block.apply({recorded}*tensors)
 
 
 class Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, {recorded_parameter}x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor
+    ) -> Tensor:
         layout = layout_of(x)
         x, weight, scale, shift = ready(x, layout), ready(weight, layout), dense(scale), dense(shift)
         kernels = compiled(x, layout)
@@ -188,7 +198,7 @@ class Block(torch.autograd.Function):
 {save}
 
 {backward}'''
-BLOCK_SAVE = """        if not any(ctx.needs_input_grad):
+BLOCK_SAVE = """        if not recorded:
             return kernels.normalize_(hidden, statistics, scale, shift)
         ctx.layout = layout
         ctx.save_for_backward(x, weight, hidden, statistics, scale)
@@ -201,23 +211,40 @@ BLOCK_BACKWARD = """    @staticmethod
         kernels = compiled(dy, ctx.layout)
         # dz: of what went into the ReLU.
         dz, dparameters{dbias} = kernels.norm_grad(dy, hidden, statistics, scale)
-        wanted = ctx.needs_input_grad
+        wanted = ctx.needs_input_grad[1:]
 {together}        return (
+            None,
             kernels.input_grad(dz, weight) if wanted[0] else None,
             kernels.weight_grad(dz, x) if wanted[1] else None,
 {bias_gradient}            *dparameters,
         )"""
-DENSE = """def dense(vector: Tensor) -> Tensor:
-    return written(vector).contiguous()
+RECORDS = """def records_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
+
+"""
+DENSE = """def dense(tensor: Tensor) -> Tensor:
+    tensor = written(tensor).contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 """
 
 
 def python_file(
-    name: str, reference: Reference, operations: Sequence[Operation], command: str, emulated: bool = False
+    name: str,
+    reference: Reference,
+    operations: Sequence[Operation],
+    command: str,
+    emulated: bool = False,
+    chain: Chain | None = None,
+    why_not: str = "",
 ) -> str:
-    """Returns the text of the file; `name` begins the name of the compiled extension."""
+    """Returns the text of the file; `name` begins the name of the compiled extension.
+
+    `chain` is the convolution with what follows it. If it is not given, `why_not` says why PyTorch computes what
+    follows, if anything does.
+    """
     layer = reference.layer
     variants = list(operations[0].plans)
     precisions, layouts, gpus = (
@@ -227,40 +254,62 @@ def python_file(
     cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
     several = len(variants) > 1
+    convolves = chain is None or not (forward_only or chain.training)
+    together = any(each.name == "backward" for each in operations)
+    model, imports = reference.written(
+        None if chain is None else list(chain.paths.values()), chain is None or not convolves
+    )
+    settings = _model_settings(reference, chain)
+    functions = [_operation(layer, together, forward_only)] if convolves else []
+    functions += [chain_text(chain, layer, together, forward_only, NO_BACKWARD)] if chain is not None else []
     text = FILE.format(
         title=_title(reference),
         settings=_sentence(str(layer)),
-        how=_how(operations),
-        holds=_holds(precisions, layouts, gpus, forward_only),
+        how=_how(operations) + _notes(chain, why_not, forward_only),
+        fixed=_wrapped(
+            "The shape of the input is fixed. The file holds " + _holds(precisions, layouts, gpus, forward_only) + "."
+        ).replace("\n  ", "\n"),
         command=command,
         version=__version__,
-        imports=f"{reference.imports}\n" if reference.imports else "",
+        imports=f"{imports}\n" if imports else "",
         shape=layer.input_shape,
         weight_shape=layer.weight_shape,
         layer_settings=_settings(layer),
-        norm_settings=_norm_settings(reference),
+        norm_settings=_norm_settings(reference) + settings,
         precisions=", ".join(f'"{each}"' for each in precisions) + ("," if len(precisions) == 1 else ""),
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
         capabilities=", ".join(f'{DEVICES[gpu].capability}: "{macro(gpu)}"' for gpu in reversed(gpus)),
         capability_values="the macro of the kernels that run there" if several else "the name of its GPU",
-        model=reference.model,
-        operation=_operation(layer, any(each.name == "backward" for each in operations), forward_only),
-        dense=DENSE if layer.bias or layer.norm_groups else "",
+        model=model,
+        operation="\n\n\n".join(functions),
+        mode_hint=MODE_HINT if '"training"' in settings else "",
+        hint="{hint}" if '"training"' in settings else "",
+        records=RECORDS if any("records_gradients(" in each for each in (model, *functions)) else "",
+        dense=DENSE if any("dense(" in each for each in functions) else "",
         choose_gpu=_choose_gpu(gpus, several),
         defines=_DEFINES if several else "",
         more=", *defines" if several else "",
         name=f"{name}_{hashlib.sha256((cuda + host).encode()).hexdigest()[:8]}",
-        functions=", ".join(f'"{name}"' for name in function_names(operations)),
+        functions=_function_list(operations),
         cpp=host,
         cuda=cuda,
     )
     if forward_only:
         text = text.replace("from torch.autograd.function import once_differentiable\n", "")
+    if "functional." in model:
+        text = text.replace(
+            "from torch.utils.cpp_extension", "from torch.nn import functional\nfrom torch.utils.cpp_extension", 1
+        )
     return text
 
 
 _DEFINES = """    defines = [f"-D{gpu}", f"-DFOR_{precision.upper()}", f"-DFOR_{layout.upper()}"]
 """
+
+
+def _function_list(operations: Sequence[Operation]) -> str:
+    names = ", ".join(f'"{name}"' for name in function_names(operations))
+    return "\n".join(wrapped([f"        functions=[{names}],"]))
 
 
 def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
@@ -284,6 +333,8 @@ def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
 def _title(reference: Reference) -> str:
     if reference.title:
         return _sentence(reference.title)
+    if reference.following is not None:
+        return "One transposed 3D convolution and what follows it."
     return "One transposed 3D convolution" + (", ReLU and GroupNorm." if reference.layer.norm_groups else ".")
 
 
@@ -296,13 +347,40 @@ def _how(operations: Sequence[Operation]) -> str:
     lines = []
     for operation in operations:
         plan = next(iter(operation.plans.values()))
-        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {described(plan)}"))
+        computed = f" Computes {operation.note}." if operation.note else ""
+        told = described(plan).replace("a pass over", "a sweep over")  # checkers take the word for Python's
+        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {told}{computed}"))
     return "".join(lines)
 
 
-def _wrapped(text: str) -> str:
-    import textwrap
+def _notes(chain: Chain | None, why_not: str, forward_only: bool) -> str:
+    """Says what moves into the weight, and what PyTorch computes."""
+    notes = [f"PyTorch computes what follows the convolution, because {why_not}."] if why_not else []
+    if chain is not None:
+        notes += [f"{_sentence(chain.moved)} moves into the weight, which is computed once."] if chain.moved else []
+        left = [each for each in chain.left if each not in VIEWS]
+        notes += [f"PyTorch computes behind the kernels: {', '.join(left)}."] if left else []
+        if not forward_only and chain.training is None:
+            notes.append(
+                "In calls with gradients PyTorch computes what follows the convolution, and differentiates it; "
+                "the convolution and its gradients are kernels of this file."
+            )
+    return "".join(_wrapped(f"- {each}") for each in notes)
 
+
+def _model_settings(reference: Reference, chain: Chain | None) -> str:
+    """Writes the constants of the model that the file has in its code."""
+    found = reference.match.settings(chain is not None)
+    lines = [f'    "{path}": {{\n' + _entries(values, 8) + "    },\n" for path, values in found.items()]
+    text = "MODEL_SETTINGS = {  # by the path of the module\n" + "".join(lines) + "}\n" if lines else ""
+    return text + (shapes_text(chain) if chain is not None else "")
+
+
+def _entries(values: dict[str, Any], columns: int) -> str:
+    return "".join(f'{" " * columns}"{name}": {value!r},\n' for name, value in values.items())
+
+
+def _wrapped(text: str) -> str:
     return "".join(f"{line}\n" for line in textwrap.wrap(text, 116, subsequent_indent="  "))
 
 
@@ -319,7 +397,7 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
         gradient = "            dbias if wanted[2] else None,\n" if layer.bias else ""
         dbias = "dbias if wanted[2] else None, " if layer.bias else ""
         at_once = f"""        if wanted[0] and wanted[1]:
-            return *kernels.backward(dz, x, weight), {dbias}*dparameters
+            return None, *kernels.backward(dz, x, weight), {dbias}*dparameters
 """
         save = (
             BLOCK_SAVE if not forward_only else "        return kernels.normalize_(hidden, statistics, scale, shift)"
@@ -345,6 +423,8 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
         bias_argument=", dense(bias)" if layer.bias else "",
         save=save,
         backward=backward,
+        recorded="" if forward_only else "records_gradients(*tensors), ",
+        recorded_parameter="" if forward_only else "recorded: bool, ",
     )
 
 
@@ -360,7 +440,7 @@ def _settings(layer: Layer) -> str:
         "dilation": layer.dilation,
         "bias": layer.bias,
     }
-    return "".join(f'    "{name}": {value!r},\n' for name, value in values.items())
+    return _entries(values, 4)
 
 
 def _norm_settings(reference: Reference) -> str:

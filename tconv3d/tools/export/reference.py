@@ -13,8 +13,10 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +25,10 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
 
 from ..bench.layers import Layer
+from . import following
+from .following import Following, plain_settings
 from .passes import EPS, NotExportableError
+from .wrapping import wrapped
 
 NEEDED = ("Model", "get_inputs", "get_init_inputs")
 _RELUS = (torch.relu, functional.relu, "relu")
@@ -33,7 +38,7 @@ _INFIX = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
     operator.floordiv: "//", operator.mod: "%", operator.gt: ">", operator.lt: "<", operator.matmul: "@",
 }  # fmt: skip
-PROVIDED = {"torch", "nn", "Tensor", "Any", "functools"}  # names that the exported file imports itself
+PROVIDED = {"torch", "nn", "Tensor", "Any", "functools", "functional"}  # names that the exported file imports itself
 
 
 @dataclass(frozen=True)
@@ -42,44 +47,88 @@ class Reference:
     eps: float
     dtype: torch.dtype
     layout: str
-    model: str  # text of `ModelNew` and of everything else in the reference
-    imports: str  # imports of the reference that this text needs
     title: str  # first line of the reference's docstring, or nothing
+    match: _Match
+    text: str
+
+    @property
+    def model(self) -> str:
+        """The text of `ModelNew`, whose forward runs PyTorch behind the kernels, and of all else in the reference."""
+        return self.written()[0]
+
+    @property
+    def following(self) -> Following | str | None:
+        """What follows the convolution, or why that cannot be told; None for nothing, and for a fused block."""
+        after = self.match.last.users
+        if self.layer.norm_groups or all(each.op == "output" for each in after):
+            return None
+        return self.match.following
+
+    def written(self, chain: Sequence[str] | None = None, differentiable: bool = True) -> tuple[str, str]:
+        """Returns the text of `ModelNew` and of all else in the reference, and the imports that this text needs.
+
+        `chain` are the paths of the parameters that the file's function for what follows the convolution takes, if it
+        has one. If that is not `differentiable`, PyTorch runs behind the convolution in calls with gradients.
+        """
+        return _rewritten(self.text, ast.parse(self.text), self.match.forward(chain, differentiable))
 
 
-def read(text: str) -> Reference:
-    """Raises `NotExportableError` where the model does not have one transposed 3D convolution that can be traced."""
+def read(text: str, evaluated: bool = False) -> Reference:
+    """Reads a reference; `evaluated` puts its model in evaluation mode.
+
+    Raises `NotExportableError` where the model does not have one transposed 3D convolution that can be traced.
+    """
     namespace: dict[str, Any] = {"__name__": "reference", "torch": torch, "nn": nn, "Tensor": Tensor, "Any": Any}
     exec(compile(text, "reference", "exec"), namespace)
     missing = [name for name in NEEDED if name not in namespace]
     if missing:
         raise NotExportableError(f"a reference defines {', '.join(NEEDED)}; this one has no {', '.join(missing)}")
-    traced = _traced(namespace)
-    found = _Match(traced)
+    found = _Match(*_traced(namespace, evaluated))
     tree = ast.parse(text)
-    model, imports = _rewritten(text, tree, found.forward())
     title = (ast.get_docstring(tree) or "").split("\n")[0]
-    return Reference(found.layer, found.eps, found.dtype, found.layout, model, imports, title)
+    return Reference(found.layer, found.eps, found.dtype, found.layout, title, found, text)
 
 
-def _traced(namespace: dict[str, Any]) -> fx.GraphModule:
-    """Traces the model, and runs the trace on tensors that have shapes but no data."""
+def _traced(namespace: dict[str, Any], evaluated: bool) -> tuple[fx.GraphModule, dict[str, Any]]:
+    """Traces the model, and runs the trace on tensors that have shapes but no data.
+
+    Returns the traced model, and the numbers, words and tuples that its forward reads of the model.
+    """
     with torch.device("meta"):
         model: nn.Module = namespace["Model"](*namespace["get_init_inputs"]())
         inputs = [each.to("meta") if isinstance(each, Tensor) else each for each in namespace["get_inputs"]()]
+    model = model.to("meta").train(model.training and not evaluated)
     try:
-        traced = fx.symbolic_trace(model.to("meta"))
+        with _watched(model) as read:
+            traced = fx.symbolic_trace(model)
     except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
         raise NotExportableError(f"the model's forward cannot be traced by torch.fx: {error}") from error
     ShapeProp(traced).propagate(*inputs)
-    return traced
+    return traced, {name: value for name, value in plain_settings(model).items() if name in read}
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[set[str]]:
+    """Gives the names of the attributes that are read of a model meanwhile."""
+    kind, read = type(model), set[str]()
+
+    class Watched(kind):  # type: ignore[misc,valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    model.__class__ = Watched
+    try:
+        yield read
+    finally:
+        model.__class__ = kind
 
 
 class _Match:
     """Finds the convolution of a traced model, and the ReLU and GroupNorm that the fused kernels can run with it."""
 
-    def __init__(self, traced: fx.GraphModule) -> None:
-        self.traced = traced
+    def __init__(self, traced: fx.GraphModule, own: dict[str, Any]) -> None:
+        self.traced, self.own = traced, own
         self.modules = dict(traced.named_modules())
         found = [node for node in traced.graph.nodes if self._is(node, nn.ConvTranspose3d, _CONVOLUTIONS)]
         if len(found) != 1:
@@ -110,6 +159,10 @@ class _Match:
         self.last = self.convolution
         self.checked = {self.convolution.target: "SETTINGS"} if self.convolution.op == "call_module" else {}
         self._find_norm()
+
+    @cached_property
+    def following(self) -> Following | str:
+        return following.find(self.traced, self.convolution)
 
     def _is(self, node: fx.Node, module: type[nn.Module], functions: Sequence[Any]) -> bool:
         if node.op == "call_module":
@@ -176,35 +229,62 @@ class _Match:
 
     # ---- the new forward
 
-    def forward(self) -> list[str]:
-        """Returns the lines of a forward that calls the kernels of the file."""
+    def settings(self, chain: bool) -> dict[str, dict[str, Any]]:
+        """Returns numbers and words that the file has as constants, by the path of the module that has them."""
+        found = {"": self.own} if self.own else {}
+        return found | (self.following.settings if chain and isinstance(self.following, Following) else {})
+
+    def forward(self, chain: Sequence[str] | None, differentiable: bool) -> list[str]:
+        """Returns the lines of a forward that calls the kernels of the file (`Reference.written`)."""
         lines = [f"check_settings({_path(str(target))}, {name})" for target, name in self.checked.items()]
+        if self.settings(chain is not None):
+            lines.append("for path, settings in MODEL_SETTINGS.items():")
+            lines.append("    check_settings(self.get_submodule(path), settings)")
+        nodes = [node for node in self.traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        behind = [node for node in nodes if node in following.behind(self.traced, self.convolution)]
+        before = [node for node in nodes if node is not self.convolution and node not in behind]
         names: dict[fx.Node, str] = {}
-        skipped = {self.convolution} | ({self.last.args[0]} if self.last is not self.convolution else set())
-        nodes = [node for node in self.traced.graph.nodes if node.op not in ("placeholder", "get_attr")]
-        position = nodes.index(self.last)
-        if any(node not in skipped and node is not self.last for node in nodes[:position]):
+        if before:
             lines.append("# PyTorch computes what comes before the convolution.")
-        for i, node in enumerate(nodes):
-            if node is self.last:
-                kind = "block" if self.layer.norm_groups else "convolve"
-                text = f"{kind}({', '.join([self._argument(self.input, names), *self.tensors])})"
-            elif node in skipped:
-                continue
-            elif node.op == "output":
-                lines.append(f"return {self._argument(node.args[0], names)}")
-                continue
-            else:
-                if nodes[i - 1] is self.last:
-                    lines.append("# PyTorch computes what follows.")
-                text = self._call(node, names)
-            following = nodes[i + 1] if i + 1 < len(nodes) else None
-            if following is not None and following.op == "output" and following.args[0] is node:
-                lines.append(f"return {text}")
-                break
-            names[node] = "x" if len(node.users) == 1 and self._is_chain(node) else node.name
+            lines += self._lines(before, names, nodes[nodes.index(self.convolution) :])
+        if chain is None:
+            return lines + self._behind(behind, names)
+        assert isinstance(self.following, Following)
+        extra = [self._argument(each, names) for each in self.following.extra]
+        x = self._argument(self.input, names)
+        call = f"chain({', '.join([x, *self.tensors, *map(_path, chain), *extra])})"
+        if not differentiable:
+            lines.append(f"if records_gradients({', '.join([x, *extra])}, *self.parameters()):")
+            lines += [f"    {line}" for line in self._behind(behind, dict(names))]
+        return [*lines, f"return {call}"]
+
+    def _behind(self, behind: Sequence[fx.Node], names: dict[fx.Node, str]) -> list[str]:
+        """Returns the lines from the convolution to the result, with PyTorch's operators behind the convolution."""
+        kind = "block" if self.layer.norm_groups else "convolve"
+        text = f"{kind}({', '.join([self._argument(self.input, names), *self.tensors])})"
+        result = next(node for node in self.traced.graph.nodes if node.op == "output").args[0]
+        if result is self.last:
+            return [f"return {text}"]
+        rest = list(behind)[list(behind).index(self.last) + 1 :] if self.last in behind else list(behind)
+        names[self.last] = self._name(self.last)
+        lines = [f"{names[self.last]} = {text}", "# PyTorch computes what follows."]
+        lines += self._lines(rest, names)
+        last = self._argument(result, names)
+        if lines[-1].startswith(f"{last} = "):
+            return [*lines[:-1], f"return {lines[-1].removeprefix(f'{last} = ')}"]
+        return [*lines, f"return {last}"]
+
+    def _lines(self, nodes: Sequence[fx.Node], names: dict[fx.Node, str], moved: Sequence[fx.Node] = ()) -> list[str]:
+        """Returns one line of PyTorch for every node; `moved` nodes have come before others."""
+        lines = []
+        for node in nodes:
+            text = self._call(node, names)
+            names[node] = self._name(node, moved=node in moved)
             lines.append(f"{names[node]} = {text}")
         return lines
+
+    def _name(self, node: fx.Node, moved: bool = False) -> str:
+        return "x" if len(node.users) == 1 and self._is_chain(node) and not moved else node.name
 
     def _is_chain(self, node: fx.Node) -> bool:
         """Says whether a value can be called x: the next operation is the only one that takes it."""
@@ -221,12 +301,16 @@ class _Match:
         if node.op == "call_method":
             return f"{given[0]}.{node.target}({', '.join(given[1:])})"
         target: Any = node.target
+        if target is getattr:
+            return f"{given[0]}.{node.args[1]}"
         if target in _INFIX:
             return f"{given[0]} {_INFIX[target]} {given[1]}"
         if target is operator.getitem:
             return f"{given[0]}[{given[1]}]"
         name = getattr(target, "__name__", "")
-        for prefix, space in (("torch", torch), ("nn.functional", functional)):
+        if getattr(torch, name, None) is target and hasattr(Tensor, name) and isinstance(node.args[0], fx.Node):
+            return f"{given[0]}.{name}({', '.join(given[1:])})"
+        for prefix, space in (("torch", torch), ("functional", functional)):
             if getattr(space, name, None) is target:
                 return f"{prefix}.{name}({', '.join(given)})"
         if getattr(__builtins__, name, None) is target or name in ("max", "min", "abs", "neg"):
@@ -279,12 +363,13 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
     has_doc = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     first = (body[0].end_lineno or 0) if has_doc else body[0].lineno - 1
     indent = " " * body[0].col_offset
+    forward = wrapped(indent + line for line in forward)
     renamed = [_renamed(line) for line in lines[model.lineno - 1 : first]]
     after = [_renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]]
     new = [
         *lines[: model.lineno - 1],
         *renamed,
-        *(indent + line for line in forward),
+        *forward,
         *after,
         *lines[model.end_lineno :],
     ]

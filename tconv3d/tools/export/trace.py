@@ -8,6 +8,7 @@ This module has the entry and the statements. It does not change any text (`rewr
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .program import declarator_name, parameter_name
@@ -98,7 +99,8 @@ class Tracer(Expressions):
         elif kind == "else_clause":
             return self.statement(node.kids[0], scope)
         elif kind == "preproc_call":
-            for word in (node.get("argument").text if node.get("argument") else "").split():  # type: ignore[union-attr]
+            argument = node.get("argument")
+            for word in re.findall(r"\w+", argument.text if argument is not None else ""):
                 self.lookup(word, scope)
         elif kind not in _ENDS and kind != "comment":
             for kid in node.kids:

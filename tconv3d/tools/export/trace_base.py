@@ -11,7 +11,7 @@ from typing import Any
 
 from .program import Declaration, Unit, declarator_name, parameter_name
 from .purity import Purity
-from .syntax import Node, parse
+from .syntax import Node
 from .values import (
     SIZES,
     Array,
@@ -56,6 +56,24 @@ class Findings:
         """Returns the value that a condition has in every instance, or None."""
         found = self.truth.get(node, {None})
         return next(iter(found)) if len(found) == 1 else None
+
+
+LITERALS = {"true": 1, "false": 0}
+
+
+def listed(name: str) -> list[str]:
+    """Returns the name of a template and its arguments, `A<B, C<D>>` as A, B and C<D>."""
+    head, bracket, inside = name.partition("<")
+    found, depth, start = [head.strip()], 0, 0
+    if not bracket:
+        return found
+    inside = inside.rstrip().removesuffix(">")
+    for i, letter in enumerate(f"{inside},"):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "," and depth == 0:
+            found.append(inside[start:i].strip())
+            start = i + 1
+    return found
 
 
 class Base:
@@ -188,10 +206,17 @@ class Base:
         bare = name.removeprefix("tconv3d::")
         if bare in SIZES:
             return Plain(bare)
-        if "<" in bare:
-            node = next(n for n in parse(f"using T = {bare};").walk() if n.kind == "type_descriptor")
-            return self.type_of(node, self.roots["tconv3d"])
-        return self.lookup(bare, self.roots["tconv3d"])
+        if bare in LITERALS or bare.lstrip("-").isdigit():
+            return LITERALS[bare] if bare in LITERALS else int(bare)
+        head, *given = listed(bare)
+        found = self.lookup(head, self.roots["tconv3d"])
+        if not given:
+            return found
+        # Not by the grammar, which does not understand deep lists of template arguments.
+        place = (name, bool(self.quiet))
+        if place not in self.values:
+            self.values[place] = self.applied(found, [self.named_type(each) for each in given])
+        return self.values[place]
 
     # ---- structs
 
@@ -326,7 +351,7 @@ class Base:
             return None
         found = self.value(node, scope)
         if found is None and kind == "type_identifier":
-            return Plain(node.text)
+            return None if _is_bound(node.text, scope) else Plain(node.text)
         return self.enclosing(found, scope) if isinstance(found, Template) else found
 
     def enclosing(self, template: Template, scope: Scope | None) -> Any:
@@ -406,8 +431,14 @@ class Base:
     def walk_function(
         self, declaration: Declaration, instance: Instance | None, given: dict[str, Any], values: Sequence[Any]
     ) -> None:
-        """Walks through a function with these template arguments; only lambdas matter among its arguments."""
-        closures = tuple(value if isinstance(value, Closure) else None for value in values)
+        """Walks through a function with these template arguments.
+
+        Among its arguments only lambdas matter, and lists in braces, which make objects of the parameters' types.
+        """
+        closures = tuple(
+            value if isinstance(value, Closure) else len(value) if isinstance(value, list) else None
+            for value in values
+        )
         self.times[declaration] = self.times.get(declaration, 0) + 1
         if self.times[declaration] > _MOST:  # a recursion whose end is not known
             given = dict.fromkeys(given)
@@ -449,6 +480,8 @@ class Base:
             name = declarator_name(declarator)
             type_ = self.wrapped(type_, declarator, scope)
             given = values[i] if i < len(values) else None
+            if isinstance(given, list):
+                self.brace(type_, given)
             if isinstance(given, Closure):
                 found: Any = given
             else:
@@ -470,6 +503,15 @@ class Base:
             self.bind(declarator, scope, values)
         self.queue.append((closure.node.need("body"), scope))
         return None
+
+
+def _is_bound(name: str, scope: Scope | None) -> bool:
+    """Tells whether a name is a parameter of a template, whose value need not be known."""
+    while scope is not None:
+        if name in scope.names:
+            return True
+        scope = scope.parent
+    return False
 
 
 def outer_with(instance: Instance) -> Scope:
