@@ -107,15 +107,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         variance, mean = torch.var_mean(u.reshape(u.shape[0], groups, -1), dim=2, correction=0)
         return u, torch.stack([mean, (variance + eps).rsqrt()])
 
-    def evaluate(x: Tensor, text: str, vectors: Any, wholes: Any, dtype: torch.dtype, overwrite: bool) -> Tensor:
+    def evaluate(
+        x: Tensor, text: str, vectors: Any, wholes: Any, dtype: torch.dtype, overwrite: bool, runner: Any
+    ) -> Tensor:
         called.append("pass")
         return evaluated(text, x, vectors, wholes).to(dtype).clone()
 
-    def sums(x: Tensor, texts: tuple[str, ...], vectors: Any, wholes: Any) -> Tensor:
+    def sums(x: Tensor, texts: tuple[str, ...], vectors: Any, wholes: Any, runner: Any) -> Tensor:
         called.append("sums")
         return torch.stack([evaluated(text, x, vectors, wholes).sum((2, 3, 4)) for text in texts]).double()
 
-    def extreme(x: Tensor, which: str, text: str, vectors: Any, wholes: Any) -> Tensor:
+    def extreme(x: Tensor, which: str, text: str, vectors: Any, wholes: Any, runner: Any) -> Tensor:
         called.append("extreme")
         found = evaluated(text, x, vectors, wholes, (x,))  # the first local number is the extreme itself
         return (found.amax((2, 3, 4)) if which == "Largest" else found.amin((2, 3, 4)))[None]

@@ -126,8 +126,8 @@ TYPES = {
 }
 CASES = [  # few: each compiles a whole file
     ("strided, bias", HOPPER, "tf32", "contiguous"),
-    ("few outputs", OTHER, "float32", "contiguous"),
-    ("block", OTHER, "tf32", "channels_last_3d"),
+    pytest.param("few outputs", OTHER, "float32", "contiguous", marks=pytest.mark.thorough),
+    pytest.param("block", OTHER, "tf32", "channels_last_3d", marks=pytest.mark.thorough),
     ("block, no bias", HOPPER, "float16", "channels_last_3d"),
 ]
 
@@ -165,8 +165,8 @@ def pending(tensor: Tensor, how: str) -> Tensor:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("layer", ["strided, bias", "block"])
-@pytest.mark.parametrize("how", ["minus sign", "zeros"])
+@pytest.mark.parametrize("layer", ["strided, bias", pytest.param("block", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", ["minus sign", pytest.param("zeros", marks=pytest.mark.thorough)])
 def test_tensors_whose_elements_are_not_in_memory(emulated: Callable[..., ModuleType], layer: str, how: str) -> None:
     """Signs and zeros that PyTorch has not written yet: of the input, every parameter, the output gradient."""
     module = emulated(layer, HOPPER if layer == "strided, bias" else OTHER)

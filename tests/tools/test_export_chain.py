@@ -137,11 +137,11 @@ def close(got: Tensor | None, exact: Tensor | None, limit: float = 3e-6) -> bool
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("epilogue", "contiguous"),
+        pytest.param("epilogue", "contiguous", marks=pytest.mark.thorough),
         ("passed tensor", "channels_last_3d"),
-        ("norm", "channels_last_3d"),
+        pytest.param("norm", "channels_last_3d", marks=pytest.mark.thorough),
         ("pool and softmax", "contiguous"),
-        ("moved", "contiguous"),
+        pytest.param("moved", "contiguous", marks=pytest.mark.thorough),
     ],
 )
 def test_results_have_the_librarys_bits(loaded: Callable[..., ModuleType], name: str, layout: str) -> None:
@@ -170,7 +170,7 @@ def test_results_have_the_librarys_bits(loaded: Callable[..., ModuleType], name:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["norm", "passed tensor"])
+@pytest.mark.parametrize("name", ["norm", pytest.param("passed tensor", marks=pytest.mark.thorough)])
 def test_gradients(loaded: Callable[..., ModuleType], name: str) -> None:
     """By passes ("norm", with the library's bits), and by PyTorch behind the convolution's own kernels."""
     module = loaded(name)
