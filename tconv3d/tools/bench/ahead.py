@@ -15,11 +15,13 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from tconv3d.api.explain import launches
+from tconv3d.api.explain import launches, tail_launches
+from tconv3d.api.fuse import FusedTail
 from tconv3d.planning.launch import Constants, Launch
 from tconv3d.planning.problem import Device, Pass
 from tconv3d.runtime import compiler
 
+from .cases import build_with_tail
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS, in_layout, precision
 
@@ -63,9 +65,17 @@ def compile_one(
 def kernels(
     layer: Layer, dtype: str, layout: str, tail: str, passes: Collection[Pass], device: Device
 ) -> tuple[Launch, ...]:
-    """Returns the launches of a layer in a precision and layout."""
-    model = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
-    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
-    (convolution,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
+    """Returns the launches of a layer's convolution in a precision and layout, alone and with a tail."""
+    if tail:
+        case = build_with_tail(layer, tail, dtype, layout, "meta", "fuse")
+        convolution, x = case.convolution, case.x
+    else:
+        model = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
+        x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
+        (convolution,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
     with precision(dtype):
-        return launches(convolution, x, device, passes)
+        found = launches(convolution, x, device, passes)
+        if tail:
+            assert isinstance(case.ours, FusedTail)
+            found += tail_launches(case.ours, x, case.extra, device)
+    return found
