@@ -84,7 +84,7 @@ results: $(READY)
 	$(BENCH) --random 60 --backward --budget 0.03 --json $(RESULTS)-random.json
 	$(BENCH) --random 60 --seed 5 --backward --budget 0.03 --json $(RESULTS)-random-5.json
 	$(BENCH) $(NETWORKS) --no-torch --backward --json $(RESULTS)-monai.json
-	$(BENCH) --tails --random 30 --dtype tf32 bfloat16 --backward --budget 0.03 --json $(RESULTS)-tails.json
+	$(BENCH) --tails --random 16 --dtype tf32 bfloat16 --backward --budget 0.03 --json $(RESULTS)-tails.json
 	$(PY) benchmarks/fused_check.py --json $(RESULTS)-fused.json
 	$(PY) benchmarks/export_check.py --dtype tf32 bfloat16 float16 --json $(RESULTS)-export.json
 	$(PY) benchmarks/train_unet.py --json $(RESULTS)-train.json

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -19,6 +20,7 @@ from torch import Tensor
 import tconv3d
 from benchmarks import readme_table
 from tconv3d import emulator
+from tconv3d.api.explain import LEFT
 from tconv3d.api.fuse import FusedTail, FuseReport
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
@@ -129,6 +131,13 @@ def test_short_words() -> None:
     texts = "forward in one pass over z: a", "backward in one pass over z: b", "backward in one pass over z: c"
     assert fused.short_gradients(replace(nothing, gradients=texts)) == "1 pass forward + 2 passes backward"
     assert fused.short_gradients(replace(nothing, gradients=("the tail runs in PyTorch: no",))) == "PyTorch"
+
+
+def test_a_convolution_that_is_left_to_pytorch_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = types.SimpleNamespace(passes=[types.SimpleNamespace(kernel=LEFT)])
+    monkeypatch.setattr(fused, "explanation", lambda case: left)
+    case = cases.build_with_tail(SMALL, "softmax", *FLOAT32, "cpu", "fuse")
+    assert fused.words(case, "forward") == "not fused: PyTorch's operator computes the convolution"
 
 
 @needs_emulator

@@ -9,6 +9,7 @@ import torch
 
 import tconv3d
 from tconv3d.api import forwards
+from tconv3d.api.explain import LEFT
 from tconv3d.api.explanation import Explanation
 from tconv3d.api.forwards import Block
 from tconv3d.api.fuse import FusedTail, FuseReport
@@ -29,9 +30,11 @@ def words(case: Case, which: str) -> str:
     if not blocks:
         (swap,) = tconv3d.plan_swaps(case.theirs).layers
         return f"not fused: {swap.why_alone or 'the forward ran as it is written'}"
-    block = blocks[0]
+    block, explained = blocks[0], explanation(case)
     if block is None:
         return BLOCK
+    if explained is not None and any(each.kernel == LEFT for each in explained.passes):
+        return f"not fused: {LEFT} computes the convolution"
     with torch.set_grad_enabled(which != "forward"):
         report = block.report(*case.inputs)
     return short(report) if which == "forward" else short_gradients(report)
