@@ -384,6 +384,16 @@ def test_commands_that_are_none(words: str, message: str, capsys: pytest.Capture
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
+def test_tails_on_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = ["--layer", "32, 16, 3, stride=2, padding=1, size=16, batch=2", "--tail", "residual", "batch_norm_train"]
+    assert cli.main(["bench", "--tails", *words, "--backward", "--budget", "0.02", "--json", str(file)]) == 0
+    for row in results.read(file).rows:
+        assert row.right and row.ours_ms and row.plain_ms and row.floor_ms and row.ours_ms > 0.5 * row.floor_ms
+        assert "compile" in row.torch_ms and not row.fused.startswith("not fused")
+
+
 # ---- the documents' table
 
 
