@@ -5,7 +5,8 @@
 # make test-thorough  the test suite with every combination of parameters; make test runs a part of long tests
 # make test-oldest  more tests with the oldest PyTorch that is supported, without a GPU
 # make docs     build the documentation site into artifacts/site
-# make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
+# make results  measure everything again on a GPU, fill the documents' tables, draw their charts; compiling PyTorch's
+#               rivals of fused tails with torch.compile takes most of its time
 # make format   rewrite Python, CUDA and C++ sources in the house format
 # make clean    remove what the commands above made
 #
@@ -83,6 +84,7 @@ results: $(READY)
 	$(BENCH) --random 60 --backward --budget 0.03 --json $(RESULTS)-random.json
 	$(BENCH) --random 60 --seed 5 --backward --budget 0.03 --json $(RESULTS)-random-5.json
 	$(BENCH) $(NETWORKS) --no-torch --backward --json $(RESULTS)-monai.json
+	$(BENCH) --tails --random 16 --dtype tf32 bfloat16 --backward --budget 0.03 --json $(RESULTS)-tails.json
 	$(PY) benchmarks/fused_check.py --json $(RESULTS)-fused.json
 	$(PY) benchmarks/export_check.py --dtype tf32 bfloat16 float16 --json $(RESULTS)-export.json
 	$(PY) benchmarks/train_unet.py --json $(RESULTS)-train.json

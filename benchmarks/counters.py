@@ -102,7 +102,7 @@ def prepared(name: str, kind: str, which: str) -> Callable[[], object]:
     case = cases.build(LAYERS[name], kind, "contiguous", "cuda")
     if which == "forward":
         return torch.no_grad()(lambda: case.ours(case.x))
-    x, leaves = cases.leaves(case.ours, case.x)
+    (x,), leaves = cases.leaves(case.ours, case.x)
     y = case.ours(x)
     dy = torch.randn_like(y)
     return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)

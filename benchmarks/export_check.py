@@ -106,9 +106,9 @@ def check(kind: Kind, folder: Path, clock: Clock) -> Row:
 def compare(model: nn.Module, case: Case) -> tuple[dict[str, bool], bool]:
     y = case.ours(case.x)
     grad = torch.randn_like(y)
-    expected = accuracy.results(case.ours, case.x, grad)
+    expected = accuracy.results(case.ours, (case.x,), grad)
     with accuracy.poisoned():
-        found = accuracy.results(model, case.x, grad)
+        found = accuracy.results(model, (case.x,), grad)
     # Parameters may have other names in the task's model, but they come in equal order.
     same = {
         name: torch.equal(mine, theirs) for (name, mine), theirs in zip(found.items(), expected.values(), strict=True)
@@ -123,7 +123,7 @@ def compare(model: nn.Module, case: Case) -> tuple[dict[str, bool], bool]:
 
 def backward_times(model: nn.Module, case: Case, clock: Clock) -> tuple[float, float]:
     def gradients(of: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
-        x, wanted = leaves(of, case.x)
+        (x,), wanted = leaves(of, case.x)
         y = of(x)
         grad = torch.randn_like(y)
         return lambda: torch.autograd.grad(y, wanted, grad, retain_graph=True)

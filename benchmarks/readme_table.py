@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import split_scaling
 from tconv3d.tools.bench import results
+from tconv3d.tools.bench import tails as bench_tails
 from tconv3d.tools.bench.host import CIRCUMSTANCES
 from tconv3d.tools.bench.results import Results, Row, Summary
 from tconv3d.tools.bench.table import ratio
@@ -36,6 +37,7 @@ EXPORTS = f"{FOLDER}/h200-export.json"
 FUSED = f"{FOLDER}/h200-fused.json"
 NETWORKS = f"{FOLDER}/h200-monai.json"
 TRAINING = f"{FOLDER}/h200-train.json"
+TAILS = f"{FOLDER}/h200-tails.json"
 
 
 def read(name: str) -> Results:
@@ -190,7 +192,7 @@ def random_layers() -> str:
     rows = [
         [str(seed), *cells, closest]
         for seed, name in RANDOM.items()
-        for cells, closest in zip(_summaries(files[name]), _closest(files[name]), strict=True)
+        for cells, closest in zip(_summaries(files[name]), _closest(files[name].rows), strict=True)
     ]
     return "\n".join([*_grid(head, rows), "", _sources(files)])
 
@@ -207,13 +209,13 @@ def _summaries(found: Results) -> list[list[str]]:
     return rows
 
 
-def _closest(found: Results) -> list[str]:
-    """Returns, for every summary of a file, the layer with the least gain over PyTorch's best."""
+def _closest(rows: Sequence[Row]) -> list[str]:
+    """Returns, for every summary of rows, the layer with the least gain over PyTorch's best."""
     closest = []
-    for each in results.summarize(found.rows):
+    for each in results.summarize(rows):
         kind = (each.dtype, each.layout, each.which)
-        rows = [row for row in found.rows if _kind(row) == kind and row.gain_over_best]
-        least = min(rows, key=lambda row: row.gain_over_best or 0.0, default=None)
+        compared = [row for row in rows if _kind(row) == kind and row.gain_over_best]
+        least = min(compared, key=lambda row: row.gain_over_best or 0.0, default=None)
         closest.append(f"{ratio(least.gain_over_best)}: {least.text}" if least else "")
     return closest
 
@@ -301,6 +303,38 @@ def training() -> str:
     return "\n".join([*_grid(["training run", ""], lines), "", source(TRAINING, found["machine"], command)])
 
 
+def tails() -> str:
+    """Lists, for each tail, means over layers beside our convolution alone, the floor and PyTorch's best."""
+    if not (ROOT / TAILS).exists():
+        return "Nothing has been timed on a GPU yet."
+    found = read(TAILS)
+    head = [
+        "tail",
+        "type",
+        "layout",
+        "pass",
+        "layers",
+        "x plain convolution",
+        "x floor",
+        "over PyTorch's best",
+        "least",
+    ]
+    lines = []
+    for name, tail in bench_tails.TAILS.items():
+        rows = [row for row in found.rows if row.tail == name]
+        lines += [[tail.words, *cells, least] for cells, least in zip(_tail_means(rows), _closest(rows), strict=True)]
+    means = [_means(summary) for summary in results.summarize(found.rows)]
+    return "\n".join([*_grid(head, lines), "", *means, "", source_of(TAILS, found)])
+
+
+def _tail_means(rows: Sequence[Row]) -> list[list[str]]:
+    return [
+        [each.dtype, each.layout, each.which, str(each.layers)]
+        + [ratio(value) for value in (each.over_plain, each.over_floor, each.gain_over_best)]
+        for each in results.summarize(rows)
+    ]
+
+
 @dataclass(frozen=True)
 class Table:
     """Names a place in a document, and the function that fills it."""
@@ -328,6 +362,7 @@ TABLES = (
     Table("docs/numerics.md", "errors", errors),
     Table("docs/export.md", "export", exports),
     Table("docs/fused.md", "fused", fused),
+    Table("docs/fusion.md", "tails", tails),
     Table("docs/distributed.md", "scaling", split_scaling.table),
 )
 

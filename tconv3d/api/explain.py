@@ -29,6 +29,7 @@ from ..planning.problem import Device, Norm, Pass, Plan, Problem
 from ..runtime import compiler, packs
 from ..tails.algebra import Moved
 from ..tails.expressions import VALUE
+from ..tails.kinds import Kind
 from ..torch_ops import checks, choosing, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
@@ -92,6 +93,23 @@ def launches(
         # The norm's gradient includes the gradient of the convolution's bias.
         problems = [problem for problem in problems if problem.which is not Pass.BIAS_GRAD]
     plans += _plans(problems, device)
+    return _launches_of(plans)
+
+
+def tail_launches(block: FusedTail, input: Tensor, extra: Sequence[Any], device: Device) -> tuple[Launch, ...]:
+    """Returns the launches of the convolution in a call of a block without gradients, which evaluate its tail.
+
+    Passes over the convolution's result are not among them. Tensors may be on the meta device.
+    """
+    call = call_of(block.convolution, input)
+    kind = block.example_kind(input, extra)
+    problem = None if isinstance(kind, str) else _tail_problem(kind, call)
+    if problem is None or _refusal(problem.geometry) is not None:
+        return ()
+    return _launches_of(_plans([problem], device))
+
+
+def _launches_of(plans: Sequence[Plan]) -> tuple[Launch, ...]:
     return tuple(launch for plan in plans for each in (plan, plan.kept) if each for launch in each.launches)
 
 
@@ -431,11 +449,18 @@ def _explain_tail(block: FusedTail, call: Call, extra: Sequence[Any], gpu: str |
     plain = replace(_explain(*call, (device, ceilings)), tail=tuple(report.lines))
     if isinstance(kind, str):
         return replace(plain, layer=f"{plain.layer}, tail")
+    problem = _tail_problem(kind, call)
+    forward = [] if problem is None else _explain_passes([problem], device, ceilings)
+    return replace(plain, layer=f"{plain.layer}, tail", passes=(*forward, *plain.passes[1:]))
+
+
+def _tail_problem(kind: Kind, call: Call) -> Problem | None:
+    """Returns the forward pass that evaluates a tail, or None if the tail leaves no convolution."""
     stages = kind.prepared.stages
     if stages.moved is not None:
         given = _moved_call(stages.moved, call)
         if given is None:
-            return replace(plain, layer=f"{plain.layer}, tail", passes=plain.passes[1:])
+            return None
         call = given
     problem = problems_of(*call)[0]
     taken, operands = stages.statistics, stages.operands
@@ -444,8 +469,7 @@ def _explain_tail(block: FusedTail, call: Call, extra: Sequence[Any], gpu: str |
     if taken is not None or stages.epilogue != VALUE:
         vectors, wholes = len(operands.vectors), len(operands.wholes)
         problem = replace(problem, tail=stages.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes)
-    forward = _explain_passes([problem], device, ceilings)
-    return replace(plain, layer=f"{plain.layer}, tail", passes=(*forward, *plain.passes[1:]))
+    return problem
 
 
 def _moved_call(moved: Moved, call: Call) -> Call | None:

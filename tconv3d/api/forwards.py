@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -135,6 +135,8 @@ def _triple(chain: Chain, modules: Mapping[str, nn.Module], layer: nn.ConvTransp
 
 # ---- plans
 
+Block: TypeAlias = FusedTail | None  # what runs a chain; None stands for the block of ReLU and GroupNorm
+
 
 class Explored:
     """Holds the chains of a module's forward for one kind of call."""
@@ -229,8 +231,9 @@ class Plan:
         function: Callable[..., Any] | None = None,
         layers: Sequence[Layers] = (),
         others: Sequence[Layers] = (),
+        blocks: Sequence[Block] = (),
     ) -> None:
-        self.function, self._conditions = function, conditions
+        self.function, self._conditions, self.blocks = function, conditions, blocks
         self._layers, self._others = layers, others
 
     def holds(self) -> bool:
@@ -256,11 +259,16 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
     if not fused:
         return Plan(conditions, None, (), others)
 
+    blocks: list[Block] = []
+
     def call(chain: Chain) -> tuple[Callable[..., Any], Any]:
-        return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
+        block, function = _call(explored, chain)
+        blocks.append(block)
+        return function, (chain.convolution.args[0], *chain.passed)
 
     chains.replace(read.graph, fused, call)
-    return Plan(conditions, _function(read.graph, type(module).__name__), [layers[chain] for chain in fused], others)
+    function = _function(read.graph, type(module).__name__)
+    return Plan(conditions, function, [layers[chain] for chain in fused], others, blocks)
 
 
 def _function(graph: fx.Graph, name: str) -> Callable[..., Any]:
@@ -292,7 +300,7 @@ def _watch_modules(explored: Explored) -> None:
                 conditions.same(part.__dict__, name, value)
 
 
-def _call(explored: Explored, chain: Chain) -> Callable[..., Any]:
+def _call(explored: Explored, chain: Chain) -> tuple[Block, Callable[..., Any]]:
     layer = explored.convolution(chain.convolution)
     norm = _triple(chain, explored.read.modules, layer)
     if norm is not None and len(chain.nodes) == 2:
@@ -300,13 +308,13 @@ def _call(explored: Explored, chain: Chain) -> Callable[..., Any]:
         def triple(input: Tensor) -> Tensor:
             return convolve_relu_group_norm(layer, norm, input)
 
-        return triple
+        return None, triple
     fused = FusedChain(layer, chain, explored.read, explored.module)
 
     def chained(input: Tensor, *passed: Any) -> Any:
         return fused.forward(input, *passed)
 
-    return chained
+    return fused, chained
 
 
 class Plans:
@@ -339,6 +347,11 @@ class Plans:
         plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
         plans.append(plan)
         return plan.function if plan.holds() else None
+
+    def blocks(self) -> list[Block]:
+        """Returns what runs the chains of calls like those that were made, as long as all is as it was."""
+        plans = [plan for same in self._plans.values() for plan in same if plan.holds()]
+        return [block for plan in plans for block in plan.blocks]
 
 
 class Signature:
@@ -412,6 +425,12 @@ def run(
         return as_written(module, *args, **kwargs)
     found = plans.find(module, function, tuple(key), given)
     return as_written(module, *args, **kwargs) if found is None else found(module, *tensors)
+
+
+def blocks_of(module: nn.Module) -> list[Block]:
+    """Returns what runs the chains of a module that was called; nothing if its forward ran as it is written."""
+    plans = module.__dict__.get(PLANS)
+    return [] if plans is None else plans.blocks()
 
 
 # ---- sequences as they are written

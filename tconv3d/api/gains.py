@@ -71,7 +71,7 @@ def distil(results: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `measured.json`, given the results that `tconv3d bench --json` writes."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in results["rows"]:
-        if row.get("ours_ms") is None or "default" not in row["torch_ms"] or row["follow"]:
+        if row.get("ours_ms") is None or "default" not in row["torch_ms"] or row["follow"] or row.get("tail"):
             continue
         key = (row["layer"], row["dtype"], row["layout"])
         kept = rows.setdefault(key, {**_named(key), "shape": row["shape"], "forward": None, "backward": None})

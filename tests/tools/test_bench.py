@@ -188,7 +188,9 @@ def test_kernels_are_known_before_a_layer_runs() -> None:
     """The kernels compiled ahead are those that a call would launch, of the passes that are asked for."""
     device = GPUS["H200"].device
     for which, dtype, layout in product((SMALL, BLOCK), ("tf32", "bfloat16"), LAYOUTS):
-        forward, every = (ahead.kernels(which, dtype, layout, passes, device) for passes in ([Pass.FORWARD], Pass))
+        forward, every = (
+            ahead.kernels(which, dtype, layout, "", passes, device) for passes in ([Pass.FORWARD], Pass)
+        )
         assert 0 < len(set(forward)) < len(set(every))
         case = cases.build(which, dtype, layout, "cpu")
         with precision(dtype):
@@ -199,7 +201,7 @@ def test_compiling_ahead_fills_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
     device, done = GPUS["H200"].device, []
-    work = [(each, "float32", "contiguous") for each in (SMALL, layer(1, 2, 2, 1, 1, padding=3))]
+    work = [(each, "float32", "contiguous", "") for each in (SMALL, layer(1, 2, 2, 1, 1, padding=3))]
     found = ahead.compile_all(work, [Pass.FORWARD], device, lambda: done.append(1))
     expected = {(each.kernel, each.constants) for each in ahead.kernels(*work[0], [Pass.FORWARD], device)}
     assert found == expected, "the layer that is none costs only itself"
@@ -428,7 +430,7 @@ def test_variants_compute_the_same(which: Layer, layout: str, without_compiling:
     found = rivals.variants(case)
     assert [variant.name for variant in found] == names + (["compile", f"compile_{other}"] if which is BLOCK else [])
     for variant in found:
-        call, model, x = rivals.build(case, variant)
+        call, model, (x,) = rivals.build(case, variant)
         y = call(x)
         torch.testing.assert_close(y, expected)
         stays = variant.converted or not variant.layout

@@ -15,16 +15,18 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from tconv3d.api.explain import launches
+from tconv3d.api.explain import launches, tail_launches
+from tconv3d.api.fuse import FusedTail
 from tconv3d.planning.launch import Constants, Launch
 from tconv3d.planning.problem import Device, Pass
 from tconv3d.runtime import compiler
 
+from .cases import build_with_tail
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS, in_layout, precision
 
 Kernel: TypeAlias = tuple[str, Constants]
-Work: TypeAlias = tuple[Layer, str, str]  # layer, precision, layout
+Work: TypeAlias = tuple[Layer, str, str, str]  # layer, precision, layout, and the name of a tail or ""
 MOST_PROCESSES = 12
 WORTH_IT = 3  # smallest number of layers for which starting processes takes less time than it saves
 
@@ -46,11 +48,13 @@ def compile_all(
     return found
 
 
-def compile_one(layer: Layer, dtype: str, layout: str, passes: Collection[Pass], device: Device) -> set[Kernel]:
+def compile_one(
+    layer: Layer, dtype: str, layout: str, tail: str, passes: Collection[Pass], device: Device
+) -> set[Kernel]:
     """Compiles and returns the kernels of one layer; an error is ignored here and reported by the layer's run."""
     found: set[Kernel] = set()
     try:
-        for launch in kernels(layer, dtype, layout, passes, device):
+        for launch in kernels(layer, dtype, layout, tail, passes, device):
             compiler.compile(launch.kernel, launch.constants, compiler.architecture(device.compiled_capability))
             found.add((launch.kernel, launch.constants))
     except (RuntimeError, ValueError, ImportError):
@@ -58,10 +62,20 @@ def compile_one(layer: Layer, dtype: str, layout: str, passes: Collection[Pass],
     return found
 
 
-def kernels(layer: Layer, dtype: str, layout: str, passes: Collection[Pass], device: Device) -> tuple[Launch, ...]:
-    """Returns the launches of a layer in a precision and layout."""
-    model = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
-    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
-    (convolution,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
+def kernels(
+    layer: Layer, dtype: str, layout: str, tail: str, passes: Collection[Pass], device: Device
+) -> tuple[Launch, ...]:
+    """Returns the launches of a layer's convolution in a precision and layout, alone and with a tail."""
+    if tail:
+        case = build_with_tail(layer, tail, dtype, layout, "meta", "fuse")
+        convolution, x = case.convolution, case.x
+    else:
+        model = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
+        x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
+        (convolution,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
     with precision(dtype):
-        return launches(convolution, x, device, passes)
+        found = launches(convolution, x, device, passes)
+        if tail:
+            assert isinstance(case.ours, FusedTail)
+            found += tail_launches(case.ours, x, case.extra, device)
+    return found

@@ -73,10 +73,10 @@ def _bar(number: int, row: Row, scale: LogScale) -> str:
             left, width = min(one, end), round(abs(end - one), 3)
             parts += f'<b class="{kind}{slower}" style="left:{left}%;width:{width}%"></b>'
     best = row.best[0] if row.best else ""
-    hint = f"{row.layer}: {milliseconds(row.ours_ms)} ms; PyTorch {milliseconds(row.default_ms)} ms, best {best}"
+    hint = f"{row.title}: {milliseconds(row.ours_ms)} ms; PyTorch {milliseconds(row.default_ms)} ms, best {best}"
     return (
         f'<div class="bar" data-row="{number}" title="{escape(hint)}">'
-        f'<div class="name"><span class="number">{number}</span>{escape(row.layer)}</div>'
+        f'<div class="name"><span class="number">{number}</span>{escape(row.title)}</div>'
         f'<div class="track">{parts}</div>'
         f'<div class="value"><strong>{ratio_text(row.gain_over_best)}</strong>'
         f"<span>{ratio_text(row.gain)}</span></div></div>"
@@ -181,7 +181,7 @@ def _points(number: int, row: Row, x: LogScale, y: LogScale) -> str:
     """Draws our layer as a numbered dot, PyTorch's as a ring, and a line between them."""
     assert row.ours_ms
     at, ours = x(intensity(row)), 100 - y(achieved(row, row.ours_ms))
-    text = f"{row.layer}: {achieved(row, row.ours_ms):.3g} TFLOP/s, {ratio(row.over_floor) or '?'} the floor"
+    text = f"{row.title}: {achieved(row, row.ours_ms):.3g} TFLOP/s, {ratio(row.over_floor) or '?'} the floor"
     marks = ""
     if row.default_ms:
         theirs = 100 - y(achieved(row, row.default_ms))

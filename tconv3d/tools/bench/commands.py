@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from tconv3d.planning.gpus import AS
 from tconv3d.tools import tables
 from tconv3d.tools.arguments import MOST_SEED, integer, seconds, shape
 
-from . import cases, layers, models, picture, report, results, run, table, wide
+from . import cases, layers, models, picture, report, results, run, table, tails, wide
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS, precision
+from .tails import TAILS
 
 
 def add(commands: Any) -> None:
@@ -37,6 +39,11 @@ def add(commands: Any) -> None:
     bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
     bench.add_argument("--offers", action="store_true", help=_OFFERS_HELP)
     bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
+    bench.add_argument("--tails", action="store_true", help=_TAILS_HELP)
+    bench.add_argument(
+        "--tail", nargs="+", choices=TAILS, metavar="TAIL", help=f"with --tails, of: {', '.join(TAILS)}; default: all"
+    )
+    bench.add_argument("--way", choices=cases.WAYS, help=_WAY_HELP)
     bench.add_argument(
         "--budget", type=seconds, default=0.15, metavar="S", help="seconds for one timing; default 0.15"
     )
@@ -63,7 +70,7 @@ def add(commands: Any) -> None:
     )
     page.add_argument("--dtype", choices=DTYPES, help="that a picture shows; default: the first in the results")
     page.add_argument("--layout", choices=LAYOUTS, help="likewise")
-    page.add_argument("--pass", dest="which", choices=results.PASSES, help="likewise")
+    page.add_argument("--pass", dest="which", choices=(*results.PASSES, results.STEPS[1]), help="likewise")
     page.set_defaults(run=_report)
 
 
@@ -73,6 +80,17 @@ _MODEL_HELP = (
 )
 
 _OFFERS_HELP = "with PyTorch's operator among the offers, timed at the first call; cudnn.benchmark is on"
+
+_TAILS_HELP = (
+    "layers with what follows them in networks, fused, beside our convolution alone and PyTorch's best of eager and "
+    "torch.compile; --backward measures a whole training step, and --random draws pairs of a layer and a tail; "
+    "without a GPU, results alone are checked, in the emulator"
+)
+
+_WAY_HELP = (
+    "with --tails, what is measured: accelerate(model) (the default), fuse(layer, tail), or torch.compile of the "
+    "accelerated model"
+)
 
 _WIDE_HELP = (
     "draw the random layers from nearly all that PyTorch takes, and for each one type of --dtype and one layout of "
@@ -115,9 +133,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 def _selection(arguments: argparse.Namespace) -> list[run.Work]:
     """Returns the layers chosen by name, described by `--layer` and drawn at random; all named layers by default."""
-    chosen = layers.named(arguments.names)
-    for number, text in enumerate(arguments.layer, 1):
-        chosen["layer" if len(arguments.layer) == 1 else f"layer_{number}"] = layers.parse(text)
+    chosen = {**layers.named(arguments.names), **_described(arguments)}
     drawn: list[run.Work] = []
     if not arguments.wide:
         chosen |= layers.random_layers(arguments.random, arguments.seed)
@@ -132,6 +148,14 @@ def _selection(arguments: argparse.Namespace) -> list[run.Work]:
     return _in_all_kinds(chosen, arguments) + drawn
 
 
+def _described(arguments: argparse.Namespace) -> dict[str, Layer]:
+    """Returns the layers that `--layer` describes in words."""
+    alone = len(arguments.layer) == 1
+    return {
+        "layer" if alone else f"layer_{number}": layers.parse(text) for number, text in enumerate(arguments.layer, 1)
+    }
+
+
 def _kinds(arguments: argparse.Namespace) -> list[wide.Kind]:
     return list(product(arguments.dtype or ["tf32"], arguments.layout or ["contiguous"]))
 
@@ -140,8 +164,32 @@ def _in_all_kinds(chosen: Mapping[str, Layer], arguments: argparse.Namespace) ->
     return [run.Work(name, layer, kind) for name, layer in chosen.items() for kind in _kinds(arguments)]
 
 
+def _pairs(arguments: argparse.Namespace) -> list[run.Work]:
+    """Returns the chosen layers, each with all chosen tails, and the pairs of a layer and a tail drawn at random."""
+    names = arguments.tail or list(TAILS)
+    chosen = {**tails.named(arguments.names), **_described(arguments)}
+    if not chosen and not arguments.random:
+        chosen = dict(tails.DEFAULT_LAYERS)
+    pairs = [(name, layer, tail) for name, layer in chosen.items() for tail in names]
+    pairs += tails.random_pairs(arguments.random, arguments.seed, names)
+    return [run.Work(name, layer, kind, tail) for name, layer, tail in pairs for kind in _kinds(arguments)]
+
+
+def _bench_tails(arguments: argparse.Namespace) -> int:
+    for flag in ("model", "input", "offers", "host", "wide"):
+        if getattr(arguments, flag):
+            raise ValueError(f"--{flag} measures layers without tails: expected it without --tails")
+    chosen = _pairs(arguments)
+    options = replace(_options(arguments), way=arguments.way or cases.WAYS[0])
+    return _finish(arguments, lambda console, keep: run.bench_tails(chosen, options, console, keep))
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     _be_told(arguments)
+    if arguments.tails:
+        return _bench_tails(arguments)
+    if arguments.tail or arguments.way:
+        raise ValueError("--tail and --way say how tails are measured: expected --tails beside them")
     chosen = _selection(arguments)
     sources = []
     for spec in arguments.model:
@@ -152,7 +200,13 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise ValueError(f"no transposed convolution of {spec} is reached by its input")
         prefix = f"{spec.rpartition(':')[2]}." if len(arguments.model) > 1 else ""
         chosen += _in_all_kinds({f"{prefix}{name}": layer for name, layer in found.items()}, arguments)
-    options = run.Options(
+    options = _options(arguments)
+    return _finish(arguments, lambda console, keep: run.bench(chosen, options, console, sources, keep))
+
+
+def _options(arguments: argparse.Namespace) -> run.Options:
+    """Returns the options of `bench`."""
+    return run.Options(
         kinds=_kinds(arguments),
         backward=arguments.backward,
         torch=not arguments.no_torch,
@@ -162,7 +216,6 @@ def _bench(arguments: argparse.Namespace) -> int:
         seed=arguments.input_seed,
         command=_command(arguments),
     )
-    return _finish(arguments, lambda console, keep: run.bench(chosen, options, console, sources, keep))
 
 
 def _be_told(arguments: argparse.Namespace) -> None:
@@ -186,10 +239,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     if not run.have_gpu():
         raise RuntimeError("tune measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible")
-    for name, layer, kind in _selection(arguments):
-        print(name, *kind)
-        case = cases.build(layer, *kind, "cuda")
-        with precision(kind[0]):
+    for work in _selection(arguments):
+        print(work.name, *work.kind)
+        case = cases.build(work.layer, *work.kind, "cuda")
+        with precision(work.kind[0]):
             tconv3d.tune(
                 case.convolution,
                 case.x,

@@ -64,7 +64,7 @@ def _draw_bars(drawing: Drawing, rows: Sequence[tuple[int, Row]], top: int) -> N
     for index, (number, row) in enumerate(rows):
         y = top + BAR * index
         drawing.text(16, y + 15, str(number), "quiet small")
-        drawing.text(40, y + 15, row.layer, "name")
+        drawing.text(40, y + 15, row.title, "name")
         for name, gain in (("default", row.gain), ("best", row.gain_over_best)):
             if gain:
                 start, end = sorted((at(1), at(gain)))

@@ -21,9 +21,14 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.chan
 
 
 def in_layout(module: nn.Module, layout: str) -> nn.Module:
-    """Converts the five-dimensional parameters of a module to a memory format."""
-    moved: nn.Module = module.to(memory_format=LAYOUTS[layout])  # type: ignore[call-overload]
-    return moved
+    """Converts the five-dimensional parameters of a module to a memory format, in place, and returns the module.
+
+    `nn.Module.to` would refuse a module that also has four-dimensional parameters.
+    """
+    for parameter in module.parameters():
+        if parameter.dim() == 5:
+            parameter.data = parameter.data.contiguous(memory_format=LAYOUTS[layout])
+    return module
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def page(results: Results) -> str:
     timed = [row for row in results.rows if row.ours_ms is not None]
     if not timed and not results.models:
         raise ValueError("these results hold no times: the report is made of what `tconv3d bench --json` writes")
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(row.layer for row in results.rows), 1)}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(row.title for row in results.rows), 1)}
     kinds = list(dict.fromkeys((row.dtype, row.layout, row.which) for row in timed))
     gpu = results.machine.get("gpu") or "an unknown GPU"
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -57,7 +57,7 @@ def _warning(results: Results) -> str:
     wrong = [row for row in results.rows if row.right is False]
     lines = []
     if wrong:
-        names = ", ".join(dict.fromkeys(f"{row.layer} ({row.dtype} {row.which})" for row in wrong))
+        names = ", ".join(dict.fromkeys(f"{row.title} ({row.dtype} {row.which})" for row in wrong))
         lines.append(f"Wrong results, not within the tolerance of float64: {names}")
     if results.interrupted:
         lines.append("The run was interrupted: not everything was measured")
@@ -80,7 +80,7 @@ def _choices(kinds: Sequence[Kind]) -> str:
 
 def _view(kind: Kind, rows: Sequence[Row], numbers: dict[str, int], results: Results) -> str:
     """Shows one precision, layout and pass: the key figures, both charts, the table."""
-    numbered = [(numbers[row.layer], row) for row in rows]
+    numbered = [(numbers[row.title], row) for row in rows]
     dtype, layout, which = kind
     heading = escape(f"{which.capitalize()}, {dtype}, {layout}")
     attributes = " ".join(f'data-{name}="{escape(value)}"' for name, value in zip("012", kind, strict=True))
@@ -150,7 +150,7 @@ def _table(rows: Sequence[tuple[int, Row]]) -> str:
 
 def _table_row(number: int, row: Row) -> str:
     best = row.best or ("", None)
-    name = f'<span class="number">{number}</span>{escape(row.layer)}<small>{escape(row.text)}</small>'
+    name = f'<span class="number">{number}</span>{escape(row.title)}<small>{escape(row.text)}</small>'
     wrong = ' class="wrong"' if row.right is False else ""
     slower = ' class="slower"' if row.slower else ""
     cells = [
@@ -200,10 +200,10 @@ def _models(models: Sequence[ModelRow]) -> str:
 
 
 def _failures(results: Results) -> str:
-    lines = [f"{row.layer} {row.dtype} {row.layout} {row.which}: {row.failed}" for row in results.rows if row.failed]
+    lines = [f"{row.title} {row.dtype} {row.layout} {row.which}: {row.failed}" for row in results.rows if row.failed]
     lines += [f"{row.model} {row.dtype} {row.layout}: {row.failed}" for row in results.models if row.failed]
     lines += [
-        f"PyTorch's {name} on {row.layer} {row.dtype} {row.layout}: {reason}"
+        f"PyTorch's {name} on {row.title} {row.dtype} {row.layout}: {reason}"
         for row in results.rows
         if row.which == "forward"
         for name, reason in row.torch_failed.items()

@@ -21,6 +21,7 @@ from tconv3d.runtime import compiler
 
 FORMAT = 1
 PASSES = ("forward", "backward")
+STEPS = ("forward", "step")  # what is measured of a layer with a tail: forward, and a whole training step
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Row:
     follow: str  # operators after the convolution
     dtype: str
     layout: str
-    which: str  # "forward" or "backward"
+    which: str  # "forward", "backward" or "step"
     kernel: str = ""
     tile: str = ""
     bytes: int = 0
@@ -47,6 +48,14 @@ class Row:
     torch_ms: dict[str, float] = field(default_factory=dict)
     torch_failed: dict[str, str] = field(default_factory=dict)
     failed: str = ""  # error that kept our layer from running
+    tail: str = ""  # name of the tail (`tails.TAILS`) that follows the convolution, if there is one
+    fused: str = ""  # what became of the tail, in short words
+    plain_ms: float | None = None  # our convolution alone, without its tail
+
+    @property
+    def title(self) -> str:
+        """Names the layer, with its tail if it has one."""
+        return f"{self.layer} + {self.tail}" if self.tail else self.layer
 
     @property
     def default_ms(self) -> float | None:
@@ -60,6 +69,11 @@ class Row:
     @property
     def over_floor(self) -> float | None:
         return _ratio(self.ours_ms, self.floor_ms)
+
+    @property
+    def over_plain(self) -> float | None:
+        """Returns our time divided by the time of our convolution alone."""
+        return _ratio(self.ours_ms, self.plain_ms)
 
     @property
     def gain(self) -> float | None:
@@ -143,6 +157,7 @@ class Summary:
     gain: float | None
     gain_over_best: float | None
     slower: list[str]
+    over_plain: float | None = None  # time with a tail over the time of our convolution alone
 
 
 def summarize(rows: Sequence[Row]) -> list[Summary]:
@@ -159,7 +174,8 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
         over_floor=geometric_mean(row.over_floor for row in rows),
         gain=geometric_mean(row.gain for row in rows),
         gain_over_best=geometric_mean(row.gain_over_best for row in rows),
-        slower=[row.layer for row in rows if row.slower],
+        slower=[row.title for row in rows if row.slower],
+        over_plain=geometric_mean(row.over_plain for row in rows),
     )
 
 

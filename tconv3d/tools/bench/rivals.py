@@ -4,14 +4,15 @@
 - `benchmark`: `torch.backends.cudnn.benchmark` is on, as in all variants below.
 - `channels_last` or `contiguous`: tensors in the memory format that the caller does not use, without converting.
 - `..._converted`: the other memory format, with the conversion of input and output included in the time.
-- `compile`, `compile_...`: `torch.compile`, for layers with operators after the convolution, which it could fuse.
+- `compile`, `compile_...`: `torch.compile`, for layers with operators or a tail after the convolution.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from tconv3d.torch_ops.clock import Timer
 
-from .cases import Case, leaves
+from .cases import Case, compiled, leaves
 from .precision import LAYOUTS, in_layout
 
 OTHER = {"contiguous": "channels_last_3d", "channels_last_3d": "contiguous"}
+TURNS = 3  # how often `time_in_turns` times a case
 SHORT = {"contiguous": "contiguous", "channels_last_3d": "channels_last"}
 
 
@@ -46,58 +48,85 @@ def variants(case: Case) -> list[Variant]:
         Variant(f"{SHORT[other]}_converted", layout=other, converted=True),
         Variant(SHORT[other], layout=other),
     ]
-    if case.layer.follow:
+    if case.layer.follow or case.tail:
         found += [Variant("compile", compiled=True), Variant(f"compile_{SHORT[other]}", layout=other, compiled=True)]
     return found
 
 
 def time_variants(case: Case, backward: bool, clock: Timer) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Returns the milliseconds by pass and variant, and the reason for each variant that failed."""
-    times: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    times: dict[str, dict[str, float]] = {}
+    measure = time_step if case.tail else time_passes
     failed: dict[str, str] = {}
     for variant in variants(case):
         try:
             with cudnn_benchmark(variant.benchmark):
-                for which, milliseconds in time_passes(*build(case, variant), backward, clock).items():
-                    times[which][variant.name] = milliseconds
+                for which, milliseconds in measure(*build(case, variant), backward, clock).items():
+                    times.setdefault(which, {})[variant.name] = milliseconds
         except Exception as error:  # cuDNN has no engine, memory runs out, or a compiler is missing
             failed[variant.name] = f"{type(error).__name__}: {error}"[:300]
     return times, failed
 
 
-def build(case: Case, variant: Variant) -> tuple[Callable[[Tensor], Any], nn.Module, Tensor]:
-    """Returns the callable of a variant, the module whose parameters it uses, and its input."""
+def build(case: Case, variant: Variant) -> tuple[Callable[..., Any], nn.Module, tuple[Tensor, ...]]:
+    """Returns the callable of a variant, the module whose parameters it uses, and its inputs."""
     if not variant.layout:
-        model, x = case.theirs, case.x
+        model, inputs = case.theirs, case.inputs
     else:
         model = in_layout(copy.deepcopy(case.theirs), variant.layout)
-        x = case.x if variant.converted else case.x.contiguous(memory_format=LAYOUTS[variant.layout])
-    call: Callable[[Tensor], Any] = _compiled(model) if variant.compiled else model
+        inputs = case.inputs if variant.converted else _in_format(case.inputs, variant.layout)
+    call: Callable[..., Any] = compiled(model) if variant.compiled else model
     if not variant.converted:
-        return call, model, x
-    there, back = LAYOUTS[variant.layout], LAYOUTS[case.layout]
-    return lambda x: call(x.contiguous(memory_format=there)).contiguous(memory_format=back), model, x
+        return call, model, inputs
+    return lambda *given: _in_format([call(*_in_format(given, variant.layout))], case.layout)[0], model, inputs
 
 
-def _compiled(model: nn.Module) -> Callable[[Tensor], Any]:
-    torch.compiler.reset()  # torch.compile stops compiling a function after several recompilations
-    compiled: Callable[[Tensor], Any] = torch.compile(model)
-    return compiled
+def _in_format(tensors: Sequence[Tensor], layout: str) -> tuple[Tensor, ...]:
+    """Converts tensors to a memory format; tensors that are no batches of volumes have only one."""
+    return tuple(each.contiguous(memory_format=LAYOUTS[layout]) if each.dim() == 5 else each for each in tensors)
 
 
 def time_passes(
-    call: Callable[[Tensor], Any], model: nn.Module, x: Tensor, backward: bool, clock: Timer
+    call: Callable[..., Any], model: nn.Module, inputs: Sequence[Tensor], backward: bool, clock: Timer
 ) -> dict[str, float]:
     """Returns the milliseconds of the forward pass without autograd and, if asked for, of the backward pass alone."""
     with torch.no_grad():
-        times = {"forward": clock(lambda: call(x))}
+        times = {"forward": clock(lambda: call(*inputs))}
     if backward:
-        x, wanted = leaves(model, x)
+        given, wanted = leaves(model, *inputs)
         with reusable_buffers():
-            y = call(x)
+            y = call(*given)
             grad = torch.randn_like(y)
             times["backward"] = clock(lambda: torch.autograd.grad(y, wanted, grad, retain_graph=True))
     return times
+
+
+def time_step(
+    call: Callable[..., Any], model: nn.Module, inputs: Sequence[Tensor], step: bool, clock: Timer
+) -> dict[str, float]:
+    """Returns the milliseconds of the forward pass without autograd and, if asked for, of a whole training step.
+
+    A training step is the forward pass and the gradients of all inputs and parameters, through autograd.
+    """
+    with torch.no_grad():
+        times = {"forward": clock(lambda: call(*inputs))}
+        grad = torch.randn_like(call(*inputs)) if step else None
+    if step:
+        given, wanted = leaves(model, *inputs)
+        times["step"] = clock(lambda: torch.autograd.grad(call(*given), wanted, grad))
+    return times
+
+
+def time_in_turns(both: Sequence[Case], step: bool, clock: Timer) -> list[dict[str, float]]:
+    """Times our modules of several cases in turns, and returns the medians of each, in milliseconds by pass.
+
+    The GPU's clock rate changes over time: two times that are divided by each other must not lie far apart.
+    """
+    rounds = [[time_step(case.ours, case.ours, case.inputs, step, clock) for case in both] for _ in range(TURNS)]
+    return [
+        {which: statistics.median(times[which] for times in of_case) for which in of_case[0]}
+        for of_case in zip(*rounds, strict=True)
+    ]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ FAILED = Text("failed", style="red")
 def show(results: Results, console: Console) -> None:
     """Prints all results, then the failures."""
     if results.rows:
-        (_show_timed if results.kind == "bench" else _show_checked)(results, console)
+        timed = _show_tails if results.rows[0].tail else _show_timed
+        (timed if results.kind == "bench" else _show_checked)(results, console)
     if results.models:
         _show_models(results.models, console)
     if results.host_us:
@@ -28,9 +29,9 @@ def show(results: Results, console: Console) -> None:
         console.print(line, highlight=False)
     for row in results.rows:
         if row.failed:
-            console.print(f"failed: {row.layer} {row.dtype} {row.layout} {row.which}: {row.failed}", markup=False)
+            console.print(f"failed: {row.title} {row.dtype} {row.layout} {row.which}: {row.failed}", markup=False)
         for name, reason in row.torch_failed.items():
-            console.print(f"PyTorch's {name}: {row.layer} {row.dtype} {row.layout}: {reason}", markup=False)
+            console.print(f"PyTorch's {name}: {row.title} {row.dtype} {row.layout}: {reason}", markup=False)
     for model in results.models:
         if model.failed:
             console.print(f"failed: {model.model} {model.dtype} {model.layout}: {model.failed}", markup=False)
@@ -60,13 +61,36 @@ def _show_timed(results: Results, console: Console) -> None:
     tables.show(title, caption, Headings("layer", ("type", "pass"), "kernel", numbers), rows, console)
 
 
+def _show_tails(results: Results, console: Console) -> None:
+    """Prints the times of layers with tails: beside our convolution alone, the floor, and PyTorch's best variant."""
+    caption = (
+        "times in ms; plain: our convolution alone; floor: the larger of reading the inputs and writing the last "
+        "result once and of the convolution's arithmetic, at measured ceilings; best: PyTorch's fastest variant; "
+        "errors against float64, ours and PyTorch's"
+    )
+    numbers = ("plain", "ours", "x plain", "floor", "best", "over best", "error", "PyTorch")
+    rows = []
+    for row in results.rows:
+        cells = (
+            *map(milliseconds, (row.plain_ms, row.ours_ms)),
+            ratio(row.over_plain),
+            *map(milliseconds, (row.floor_ms, row.best[1] if row.best else None)),
+            _over_best(row.gain_over_best),
+            _error(row),
+            _torch_error(row),
+        )
+        rows.append(_row(row, cells))
+    way = results.settings.get("way", "")
+    title = f"tconv3d ({way}) with tails beside PyTorch on {results.machine['gpu']}"
+    tables.show(title, caption, Headings("layer + tail", ("type", "pass"), "fused", numbers), rows, console)
+
+
 def _show_checked(results: Results, console: Console) -> None:
     gpu = results.machine["gpu"]
     place = gpu if results.settings["device"] == "cuda" else "the CPU, in the emulator (reduced volumes)"
-    rows = [
-        _row(row, (_error(row), "" if row.torch_error is None else f"{row.torch_error:.1e}")) for row in results.rows
-    ]
-    headings = Headings("layer", ("type", "pass"), "kernel", ("ours", "PyTorch"))
+    rows = [_row(row, (_error(row), _torch_error(row))) for row in results.rows]
+    text = "fused" if results.rows[0].tail else "kernel"
+    headings = Headings("layer", ("type", "pass"), text, ("ours", "PyTorch"))
     tables.show(f"Errors against float64 on {place}", "relative error of a whole tensor", headings, rows, console)
 
 
@@ -88,7 +112,8 @@ def _show_models(models: Sequence[ModelRow], console: Console) -> None:
 
 def _row(row: Row, numbers: tuple[str, ...]) -> tables.Row:
     kind = row.dtype + ("" if row.layout == "contiguous" else " last")
-    return tables.Row(row.layer, (kind, row.which), FAILED if row.failed else Text(row.kernel), numbers)
+    text = Text(row.fused if row.tail else row.kernel)
+    return tables.Row(row.title, (kind, row.which), FAILED if row.failed else text, numbers)
 
 
 def _summary(results: Results) -> list[Text]:
@@ -98,6 +123,8 @@ def _summary(results: Results) -> list[Text]:
     for each in found:
         text = f"{each.dtype} {each.layout} {each.which}, geometric mean of {each.layers}: "
         text += f"{ratio(each.over_floor)} the floor"
+        if each.over_plain is not None:
+            text += f", {ratio(each.over_plain)} the plain convolution"
         if each.gain is not None:
             text += f", gain {ratio(each.gain)}, over PyTorch's best {ratio(each.gain_over_best)}"
         lines.append(Text(text))
@@ -108,7 +135,7 @@ def _summary(results: Results) -> list[Text]:
             lines.append(Text(f"Slower than PyTorch's best, {kind}, {names}", style="yellow"))
     wrong = [row for row in results.rows if row.right is False]
     if wrong:
-        names = ", ".join(f"{row.layer} {row.dtype} {row.layout} {row.which}" for row in wrong)
+        names = ", ".join(f"{row.title} {row.dtype} {row.layout} {row.which}" for row in wrong)
         lines.append(Text(f"Not within the tolerance of float64: {names}", style="red"))
     return lines
 
@@ -117,6 +144,10 @@ def _error(row: Row) -> str:
     if row.error is None:
         return ""
     return f"[{'green' if row.right else 'red'}]{row.error:.1e}[/]"
+
+
+def _torch_error(row: Row) -> str:
+    return "" if row.torch_error is None else f"{row.torch_error:.1e}"
 
 
 def _over_best(value: float | None) -> str:
