@@ -329,6 +329,7 @@ def _seen(tensors: Sequence[Tensor | None], gone: Callable[[object], None]) -> t
     """
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
+    kept.watch_optimizers()
     versions = (None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
     return kept.forgotten(), *versions
 

@@ -108,7 +108,7 @@ class Promise:
                 return
             found = _kept.get(id(self.weight))
             if found is None or found.reference() is not self.weight or found.state != self.state:
-                _watch_optimizers()
+                watch_optimizers()
                 found = _kept[id(self.weight)] = _Weight(self.weight, self.state)
             newest = list(found.packs.items())[1 - MOST_PACKS :]
             found.packs = {**dict(newest), self.place: self.pack}
@@ -210,6 +210,7 @@ def _died(key: int, reference: weakref.ref[Tensor], kept: dict[int, _Weight] = _
 _watching: list[Any] = []
 
 
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
+    """Makes every step of an optimizer drop all packs; whoever asks for `forgotten` must have called this before."""
     if not _watching:
         _watching.append(register_optimizer_step_post_hook(lambda *_: forget()))
