@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,11 +107,16 @@ class _Tail:
     def __init__(
         self, parts: Mapping[str, nn.Module], chain: Chain, attributes: Sequence[tuple[Mapping[str, Any], str]]
     ) -> None:
-        self._code = fx.GraphModule(dict(parts), chain.tail(pass_attributes=True)).forward
+        graph = chain.tail(pass_attributes=True)
+        calls: dict[Any, Callable[..., Any]] = {}
+        for node in graph.nodes:
+            if node.op == "call_module":
+                node.target, node.op = _named("layer", parts[str(node.target)], calls), "call_function"
+        self._code = _function(graph, calls, "<tail>")
         self._attributes = attributes
 
     def __call__(self, z: Tensor, *passed: Any) -> Any:
-        return self._code(z, *passed, *(place[name] for place, name in self._attributes))
+        return self._code(None, z, *passed, *(place[name] for place, name in self._attributes))
 
 
 def _place(owner: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
@@ -118,7 +124,28 @@ def _place(owner: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
     path, _, name = target.rpartition(".")
     module = owner.get_submodule(path)
     own = module.__dict__
-    return next(place for place in (own["_parameters"], own["_buffers"], own) if name in place), name
+    for place in (own["_parameters"], own["_buffers"]):
+        if name in place:
+            return place, name
+    return (_Own(owner) if module is owner else own), name
+
+
+class _Own(Mapping[str, Any]):
+    """Holds the attributes of a module and not the module, which holds the plans."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __getitem__(self, name: str) -> Any:
+        module = self._module()
+        assert module is not None
+        return module.__dict__[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 def _triple(chain: Chain, modules: Mapping[str, nn.Module], layer: nn.ConvTranspose3d) -> nn.GroupNorm | None:
@@ -233,8 +260,8 @@ class Plan:
         self.function, self._conditions = function, conditions
         self._layers, self._others = layers, others
 
-    def holds(self) -> bool:
-        if not self._conditions.hold():
+    def holds(self, module: nn.Module) -> bool:
+        if not self._conditions.hold(module.__dict__):
             return False
         for layers in self._layers:
             if not layers.are_plain():
@@ -256,19 +283,39 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
     if not fused:
         return Plan(conditions, None, (), others)
 
+    calls: dict[Any, Callable[..., Any]] = {}
+
     def call(chain: Chain) -> tuple[Callable[..., Any], Any]:
-        return _call(explored, chain), (chain.convolution.args[0], *chain.passed)
+        return _named("fused_chain", _call(explored, chain), calls), (chain.convolution.args[0], *chain.passed)
 
     chains.replace(read.graph, fused, call)
-    return Plan(conditions, _function(read.graph, type(module).__name__), [layers[chain] for chain in fused], others)
+    function = _function(read.graph, calls, f"<fused forward of {type(module).__name__}>")
+    return Plan(conditions, function, [layers[chain] for chain in fused], others)
 
 
-def _function(graph: fx.Graph, name: str) -> Callable[..., Any]:
-    """Returns a graph as a Python function, whose first argument is the module."""
+def _named(name: str, called: Callable[..., Any], calls: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns what stands for `called` in a graph.
+
+    The nodes of a graph hold each other until Python looks for such circles, so they must not hold layers.
+    """
+
+    def stands_for() -> None:
+        """Is never called."""
+
+    stands_for.__name__ = name
+    calls[stands_for] = called
+    return stands_for
+
+
+def _function(graph: fx.Graph, calls: Mapping[Any, Callable[..., Any]], file: str) -> Callable[..., Any]:
+    """Returns a graph as a Python function of `self` and its inputs; `calls` says what its functions stand for."""
     code = graph.python_code("self")
-    space = dict(code.globals)
-    exec(compile(code.src, f"<fused forward of {name}>", "exec"), space)
-    found: Callable[..., Any] = space["forward"]
+    space = {
+        name: calls[value] if isinstance(value, types.FunctionType) and value in calls else value
+        for name, value in code.globals.items()
+    }
+    exec(compile(code.src, file, "exec"), space)
+    found: Callable[..., Any] = space.pop("forward")
     return found
 
 
@@ -327,18 +374,15 @@ class Plans:
         self, module: nn.Module, function: Callable[..., Any], key: Any, given: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """Returns the function for calls of a kind, or None if the forward runs as it is written."""
-        plans = self._plans.get(key)
-        if plans is None:
-            plans = self._plans[key] = []
-        for plan in plans:
-            if plan.holds():
+        for plan in self._plans.get(key, ()):
+            if plan.holds(module):
                 return plan.function
         if self._made >= MOST_PLANS or sys.getprofile() is not None or plain.has_global_hooks():
             return None
         self._made += 1
         plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
-        plans.append(plan)
-        return plan.function if plan.holds() else None
+        self._plans.setdefault(key, []).append(plan)
+        return plan.function if plan.holds(module) else None
 
 
 class Signature:

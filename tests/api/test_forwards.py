@@ -7,11 +7,13 @@ CPU: what they compare is the rewritten forward with the one that is written.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -134,6 +136,39 @@ def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-4)
     (plan,) = [plan for plans in model.__dict__[forwards.PLANS]._plans.values() for plan in plans]
     assert plan.function is not None
+
+
+@needs_kernels
+def test_an_average_of_weights_that_is_written_behind_the_back_of_pytorch(ours: str) -> None:
+    """Averages are often updated through `.data`, which no version counter notices, after an optimizer's step."""
+    torch.manual_seed(0)
+    trained = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    plain = Small().to(ours).eval()
+    model = tconv3d.accelerate(copy.deepcopy(plain))
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    for _ in range(3):
+        optimizer.step()
+        for each in (model, plain):
+            for tensor in (each.up.weight, each.norm.weight, each.norm.running_mean):
+                tensor.data.mul_(1.5).add_(0.1)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, skip), plain(x, skip), rtol=1e-3, atol=1e-3)
+
+
+@needs_kernels
+def test_a_norm_that_is_written_between_a_call_and_its_gradients(ours: str) -> None:
+    torch.manual_seed(0)
+    model = tconv3d.accelerate(Small().to(ours))
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    first = model(x, skip)
+    model(x, skip).sum().backward()  # statistics are written, which no gradient reads
+    first.sum().backward()
+    y = model(x, skip)
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @needs_kernels
@@ -319,6 +354,89 @@ def test_a_change_is_noticed(name: str, count: list[str], monkeypatch: pytest.Mo
     assert len(count) == 1 + 2 * fused
 
 
+class Settings:
+    """A class that serves as a namespace."""
+
+    double = True
+    numbers: ClassVar[list[int]] = [1]
+
+    class Inner:
+        shift = 1
+
+
+class Asking(Block):
+    """Asks for settings in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = Settings
+        y = self.up(x) * getattr(self, "extra", 3) * sum(known.numbers) + known.Inner.shift
+        return F.relu(y) * 2 if self.settings.double else F.relu(y)
+
+
+ASKED: dict[str, Change] = {
+    "an attribute that was missing": lambda patch: patch(Block, "extra", 5),
+    "an attribute of a class": lambda patch: patch(Settings, "double", False),
+    "a list of a class": lambda patch: patch(Settings, "numbers", [1, 2]),
+    "an attribute of a class in a class": lambda patch: patch(Settings.Inner, "shift", 2),
+    "a function of PyTorch": lambda patch: patch(F, "relu", lambda y: y * 7),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_forward_has_asked_for_is_a_condition(
+    name: str, count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = tconv3d.accelerate(block(Asking)), block(Asking)
+    torch.testing.assert_close(model(X), plain(X))
+    before = plain(X)
+    assert len(count) == 1
+    ASKED[name](lambda *what: monkeypatch.setattr(*what, raising=False))
+    torch.testing.assert_close(model(X), plain(X))
+    assert not torch.equal(before, plain(X))
+
+
+def test_an_attribute_that_an_object_gets_later(count: list[str]) -> None:
+    model = tconv3d.accelerate(block(Asking))
+    before = model(X)
+    model.extra = 5
+    assert not torch.equal(model(X), before) and len(count) == 2
+
+
+def test_replaced_functions_of_pytorch_are_called_by_layers(
+    count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tconv3d.accelerate(nn.Sequential(nn.ConvTranspose3d(2, 4, 2), nn.LeakyReLU(0.1)))
+    model(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "leaky_relu", lambda y, *rest: y * 7)
+        torch.testing.assert_close(model(X), model[0](X) * 7)
+        assert len(count) == 1
+    model(X)
+    assert len(count) == 2
+
+
+def test_plans_are_limited_and_keep_no_model_alive(count: list[str]) -> None:
+    model = tconv3d.accelerate(block())
+    model(X)
+    dead: list[Any] = []
+    gc.disable()
+    try:
+        model = tconv3d.accelerate(block())
+        model.loose = torch.ones(())
+        for power in range(forwards.MOST_PLANS + 4):
+            model(X, None, power)
+        assert len(model.__dict__[forwards.PLANS]._plans) == forwards.MOST_PLANS
+        dead += [weakref.ref(model), weakref.ref(model.up.weight)]
+        del model
+        assert [each() for each in dead] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_what_changes_back_needs_no_new_plan(count: list[str]) -> None:
     model = tconv3d.accelerate(block())
     for _ in range(4):
@@ -419,6 +537,15 @@ class Odd(nn.Module):
         self.hidden = [nn.ReLU()]
         self.custom = Custom()
         self.writer = Writer()
+        self.row = nn.Sequential(self.writer)
+        self.switched = switched
+
+
+def switched(y: Tensor) -> Tensor:
+    return y * 2
+
+
+switched.on = True  # type: ignore[attr-defined]
 
 
 class Custom(nn.Module):
@@ -429,8 +556,13 @@ class Custom(nn.Module):
 class Writer(nn.Module):
     written = 1
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(4, 1, 1, 1))
+
     def forward(self, x: Tensor) -> Tensor:
         self.written = x.shape[0]
+        self.average = self.average * 1.5
         return x
 
 
@@ -539,6 +671,24 @@ def reading_what_a_module_wrote(self: Odd, x: Tensor) -> Tensor:
     return torch.relu(self.up(y)) * self.writer.written
 
 
+def reading_what_a_module_in_a_row_wrote(self: Odd, x: Tensor) -> Tensor:
+    y = self.row(x)
+    return torch.relu(self.up(y)) * self.writer.written
+
+
+def reading_what_a_module_will_replace(self: Odd, x: Tensor) -> Tensor:
+    before = self.row[0].average
+    return torch.relu(self.up(self.row(x))) * before
+
+
+def by_an_attribute_of_a_function(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if self.switched.on else self.up(x)  # type: ignore[attr-defined]
+
+
+def by_an_attribute_of_a_tensor(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if not hasattr(x, "mask") else self.up(x)
+
+
 def counting_in_a_closure() -> Callable[..., Any]:
     calls = 0
 
@@ -588,6 +738,10 @@ NOT_READ: dict[Any, str] = {
     importing: "imports",
     text_of_sizes: "makes text",
     reading_what_a_module_wrote: "reads written of a module that it has called",
+    reading_what_a_module_in_a_row_wrote: "reads written of a module that it has called",
+    reading_what_a_module_will_replace: "reads average of a module that it then calls",
+    by_an_attribute_of_a_function: "switched has attributes",
+    by_an_attribute_of_a_tensor: "asks for mask of a tensor",
     of_its_class: "__class__",
     decorated: "plain method",
 }
@@ -621,7 +775,7 @@ def test_closures_and_constants_of_python(count: list[str]) -> None:
 
     def forward(self: Odd, x: Tensor) -> Tensor:
         y = torch.relu(self.up(x)) * factor
-        return y * math.pi if isinstance(x, Tensor) and hasattr(x, "shape") and not hasattr(x, "nothing") else -y
+        return y * math.pi if isinstance(x, Tensor) and hasattr(x, "shape") else -y
 
     model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
     torch.testing.assert_close(model(X), plain(X))
