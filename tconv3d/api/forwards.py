@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from ..runtime.compiler import MissingCompilerError
 from ..tails import chains, vocabulary
 from ..tails.chains import Chain
+from ..tails.tracing import one_at_a_time
 from ..torch_ops.backend import current_backend
 from . import plain, reading
 from .conditions import Conditions, is_constant
@@ -186,6 +187,8 @@ class Explored:
             return found in ups and len(node.args) == 1 and not node.kwargs
 
         self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
+        others = [each for each in modules.values() if isinstance(each, nn.ConvTranspose3d) and each not in ups]
+        self.others = [(each, type(each)) for each in others]  # convolutions that are not fused as they are
         # Chains for reports: those of layers that run the forwards of their classes.
         self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
 
@@ -247,7 +250,8 @@ def written_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 class Plan:
     """Holds a function that does the same as a forward, or None if there is no such function.
 
-    It holds as long as its conditions are met, the layers of its chains are plain, and those of other chains are not.
+    It holds as long as its conditions are met, the layers of its chains are plain, those of other chains are not, and
+    convolutions that have no chain because of their class keep it.
     """
 
     def __init__(
@@ -256,9 +260,10 @@ class Plan:
         function: Callable[..., Any] | None = None,
         layers: Sequence[Layers] = (),
         others: Sequence[Layers] = (),
+        classes: Sequence[tuple[nn.Module, type]] = (),
     ) -> None:
         self.function, self._conditions = function, conditions
-        self._layers, self._others = layers, others
+        self._layers, self._others, self._classes = layers, others, classes
 
     def holds(self, module: nn.Module) -> bool:
         if not self._conditions.hold(module.__dict__):
@@ -266,6 +271,8 @@ class Plan:
         for layers in self._layers:
             if not layers.are_plain():
                 return False
+        if any(type(layer) is not kind for layer, kind in self._classes):
+            return False
         return not any(layers.are_plain() for layers in self._others)
 
 
@@ -281,7 +288,7 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
     fused = [chain for chain in layers if layers[chain].are_plain()]
     others = [layers[chain] for chain in layers if chain not in fused]
     if not fused:
-        return Plan(conditions, None, (), others)
+        return Plan(conditions, None, (), others, explored.others)
 
     calls: dict[Any, Callable[..., Any]] = {}
 
@@ -290,7 +297,7 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
 
     chains.replace(read.graph, fused, call)
     function = _function(read.graph, calls, f"<fused forward of {type(module).__name__}>")
-    return Plan(conditions, function, [layers[chain] for chain in fused], others)
+    return Plan(conditions, function, [layers[chain] for chain in fused], others, explored.others)
 
 
 def _named(name: str, called: Callable[..., Any], calls: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
@@ -379,10 +386,14 @@ class Plans:
                 return plan.function
         if self._made >= MOST_PLANS or sys.getprofile() is not None or plain.has_global_hooks():
             return None
-        self._made += 1
-        plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
-        self._plans.setdefault(key, []).append(plan)
-        return plan.function if plan.holds(module) else None
+        with one_at_a_time:  # while another thread traces, no module looks plain
+            for plan in self._plans.get(key, ()):
+                if plan.holds(module):
+                    return plan.function
+            self._made += 1
+            plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
+            self._plans.setdefault(key, []).append(plan)
+            return plan.function if plan.holds(module) else None
 
 
 class Signature:

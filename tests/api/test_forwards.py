@@ -437,6 +437,15 @@ def test_plans_are_limited_and_keep_no_model_alive(count: list[str]) -> None:
         gc.enable()
 
 
+def test_a_convolution_that_is_swapped_later_is_fused(count: list[str]) -> None:
+    model = tconv3d.accelerate(block())
+    model.up = nn.ConvTranspose3d(2, 4, 2, stride=2)
+    model(X)
+    assert not count
+    tconv3d.accelerate(model)(X)
+    assert len(count) == 1
+
+
 def test_what_changes_back_needs_no_new_plan(count: list[str]) -> None:
     model = tconv3d.accelerate(block())
     for _ in range(4):
@@ -1072,3 +1081,29 @@ def test_threads_make_plans_at_the_same_time(count: list[str]) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(torch.allclose(each, expected) for each in found)
+
+
+@needs_kernels
+def test_threads_trace_at_the_same_time(ours: str) -> None:
+    """PyTorch cannot trace in two threads at once, and replaces methods of all modules meanwhile."""
+    torch.manual_seed(0)
+    plain = Small().to(ours).eval()
+    model = tconv3d.accelerate(copy.deepcopy(plain))
+    found: dict[int, Tensor] = {}
+    backend = "emulator" if ours == "cpu" else "cuda"
+
+    def call(batch: int) -> None:
+        x, skip = torch.ones(batch, 16, 3, 4, 5, device=ours), torch.ones(batch, 8, 5, 7, 9, device=ours)
+        with tconv3d.use_backend(backend):
+            found[batch] = model(x, skip)
+
+    threads = [threading.Thread(target=call, args=(batch,)) for batch in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = plain(torch.ones(1, 16, 3, 4, 5, device=ours), torch.ones(1, 8, 5, 7, 9, device=ours))
+    assert sorted(found) == [1, 2, 3, 4]
+    for each in found.values():
+        torch.testing.assert_close(each, expected.expand_as(each), rtol=1e-3, atol=1e-3)
+    assert model.__dict__[forwards.PLANS]._made == 1
