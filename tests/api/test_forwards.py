@@ -29,6 +29,7 @@ from tconv3d.api import forwards, fusing
 from tconv3d.api.fuse import FusedTail
 from tconv3d.runtime.compiler import MissingCompilerError
 from tconv3d.tools.tasks import relu_group_norm
+from tconv3d.torch_ops import kept
 
 SCALE = 1.5
 FACTORS = [1.0, 2.0]
@@ -139,21 +140,35 @@ def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
 
 
 @needs_kernels
-def test_an_average_of_weights_that_is_written_behind_the_back_of_pytorch(ours: str) -> None:
-    """Averages are often updated through `.data`, which no version counter notices, after an optimizer's step."""
+@pytest.mark.parametrize("how", ["an optimizer steps", "nothing is kept", "a graph was captured", "it lies in a buffer"])
+def test_weights_that_are_written_behind_the_back_of_pytorch(
+    how: str, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averages of weights are often updated through `.data`, which no version counter notices."""
     torch.manual_seed(0)
-    trained = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
     plain = Small().to(ours).eval()
     model = tconv3d.accelerate(copy.deepcopy(plain))
     x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
-    for _ in range(3):
-        optimizer.step()
-        for each in (model, plain):
-            for tensor in (each.up.weight, each.norm.weight, each.norm.running_mean):
-                tensor.data.mul_(1.5).add_(0.1)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x, skip), plain(x, skip), rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        if how == "nothing is kept":
+            tconv3d.keep_weights(False)
+        elif how == "a graph was captured":
+            model(x, skip)
+            with monkeypatch.context() as patch:
+                patch.setattr(kept, "_capturing", lambda weight, stream: True)
+                model(x, skip)
+        elif how == "it lies in a buffer":
+            model.norm.weight.data = torch.cat([model.norm.weight, model.norm.weight])[:8]
+        try:
+            for _ in range(3):
+                if how == "an optimizer steps":
+                    optimizer.step()
+                for each in (model, plain):
+                    each.norm.weight.data.mul_(1.5).add_(0.1)
+                torch.testing.assert_close(model(x, skip), plain(x, skip), rtol=1e-3, atol=1e-3)
+        finally:
+            tconv3d.keep_weights(True)
 
 
 @needs_kernels
