@@ -177,7 +177,8 @@ class Explored:
     ) -> None:
         # Modules are looked at before the forward is read: then functions of PyTorch are watched.
         ups = {each for each in module.modules() if is_up(each)}
-        opened = {each for each in module.modules() if _is_opened(each, ups)}
+        answers: dict[nn.Module, bool] = {}
+        opened = {each for each in module.modules() if _is_opened(each, ups, answers)}
         self.module = module
         self.read = reading.read(module, function, arguments, opened.__contains__, training)
         modules = self.read.modules
@@ -217,14 +218,22 @@ class Explored:
         return [*inside, *opened]
 
 
-def _is_opened(module: nn.Module, ups: set[nn.Module]) -> bool:
-    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail."""
-    if not is_sequence(module) or not plain.is_plain(module):
-        return False
-    children = list(module.children())
-    if any(child in ups or _is_opened(child, ups) for child in children):
-        return True
-    return bool(children) and all(_may_be_held(child) or _is_opened(child, ups) for child in children)
+def _is_opened(module: nn.Module, ups: set[nn.Module], answers: dict[nn.Module, bool]) -> bool:
+    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail.
+
+    `answers` are those that were found before.
+    """
+    found = answers.get(module)
+    if found is None:
+        found = False
+        if is_sequence(module) and plain.is_plain(module):
+            children = list(module.children())
+            opened = [_is_opened(child, ups, answers) for child in children]
+            found = any(opened) or not ups.isdisjoint(children)
+            if children and not found:
+                found = all(map(_may_be_held, children))
+        answers[module] = found
+    return found
 
 
 def _may_be_held(module: nn.Module) -> bool:
