@@ -34,7 +34,9 @@ from .reading import TENSOR
 MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
 MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
 MOST_SIZES = 1024  # input sizes that are remembered
-MOST_STATES = 64  # times that a chain gets other parameters or modes, after which it stays unfused for new ones
+MOST_STATES = (
+    64  # times that a chain gets other parameters, modes or numbers, after which it is not fused for new ones
+)
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()
 _DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
@@ -77,10 +79,12 @@ class FusedChain(FusedTail):
 
         That is for inference: a checkpoint must record the same when a call is repeated.
         """
-        if self._state() not in self._states:
+        # A number that a forward reads out of a tensor is a constant of the trace and of its kernels.
+        state = self._state(), *(each for each in extra if type(each) is float)
+        if state not in self._states:
             if len(self._states) >= MOST_STATES:
-                return "tensors of the tail are new in every call"
-            self._states.add(self._state())
+                return "tensors or numbers of the tail are new in every call"
+            self._states.add(state)
         if input.shape not in self._sizes and not torch.is_grad_enabled():
             if len(self._sizes) >= MOST_SIZES:
                 self._sizes.clear()

@@ -28,6 +28,7 @@ import tconv3d
 from tconv3d.api import forwards, fusing
 from tconv3d.api.fuse import FusedTail
 from tconv3d.runtime.compiler import MissingCompilerError
+from tconv3d.tails import kinds as kinds_of_calls
 from tconv3d.tools.tasks import relu_group_norm
 from tconv3d.torch_ops import kept
 
@@ -140,7 +141,9 @@ def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("how", ["an optimizer steps", "nothing is kept", "a graph was captured", "it lies in a buffer"])
+@pytest.mark.parametrize(
+    "how", ["an optimizer steps", "nothing is kept", "a graph was captured", "it lies in a buffer"]
+)
 def test_weights_that_are_written_behind_the_back_of_pytorch(
     how: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +187,34 @@ def test_a_norm_that_is_written_between_a_call_and_its_gradients(ours: str) -> N
         model.norm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@needs_kernels
+def test_numbers_that_are_passed_to_a_chain(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and numbers out of tensors are passed; a number that is new in every call is not traced forever."""
+
+    class Numbers(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            factor = self.scale[0].item()
+            return torch.relu(self.up(x)) * factor / x.shape[0]
+
+    monkeypatch.setattr(forwards, "MOST_STATES", 1)
+    torch.manual_seed(0)
+    plain = Numbers().to(ours)
+    model = tconv3d.accelerate(copy.deepcopy(plain))
+    traced: list[Any] = []
+    trace = kinds_of_calls.trace
+    monkeypatch.setattr(kinds_of_calls, "trace", lambda *given: traced.append(given) or trace(*given))
+    x = torch.randn(2, 16, 3, 4, 5, device=ours)
+    for _ in range(2):
+        found = []
+        for each in (model, plain):
+            y = each(x)
+            found.append([y.detach(), *torch.autograd.grad(y.sin().sum(), [each.up.weight, each.up.bias])])
+            with torch.no_grad():
+                each.scale.mul_(2)
+        torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-2)
+    assert len(traced) == 1
 
 
 @needs_kernels
