@@ -41,6 +41,7 @@ class Conditions:
         self._children: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
         self._tensors: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         self._lengths: dict[int, tuple[Mapping[str, Any], int]] = {}
+        self._orders: dict[int, tuple[Mapping[str, Any], list[str]]] = {}
         self._equal: list[tuple[Any, Any]] = []
 
     def same(self, place: Any, name: str, value: Any) -> None:
@@ -69,6 +70,10 @@ class Conditions:
         """Asks that `place` keeps its number of entries."""
         self._lengths.setdefault(id(place), (place, len(place)))
 
+    def order(self, place: Any) -> None:
+        """Asks that `place` keeps the names of its entries, in the same order."""
+        self._orders.setdefault(id(place), (place, list(place)))
+
     def equal(self, value: Any, copy: Any) -> None:
         """Asks that a list or a dictionary, which may be written, stays equal to its copy."""
         self._equal.append((value, copy))
@@ -89,6 +94,9 @@ class Conditions:
                 return False
         for place, size in self._lengths.values():
             if len(place) != size:
+                return False
+        for place, names in self._orders.values():
+            if list(place) != names:
                 return False
         for place, name in self._tensors.values():
             if not isinstance(place.get(name), Tensor):

@@ -132,6 +132,8 @@ def _place(owner: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
     for place in (own["_parameters"], own["_buffers"]):
         if name in place:
             return place, name
+    if name not in own:  # an attribute of the class
+        return next(base.__dict__ for base in type(module).__mro__ if name in base.__dict__), name
     return (_Own(owner) if module is owner else own), name
 
 
@@ -342,7 +344,8 @@ def _function(graph: fx.Graph, calls: Mapping[Any, Callable[..., Any]], file: st
 def _watch_modules(explored: Explored) -> None:
     """Makes conditions of the attributes by which chains are found, and of all attributes of a chain's modules.
 
-    The mode of a norm is no condition: a chain looks at it in every call.
+    Functions of PyTorch that the forward calls are conditions too, because somebody may replace them. The
+    mode of a norm is no condition: a chain looks at it in every call.
     """
     read, conditions = explored.read, explored.read.conditions
     for each in {inner for named in read.modules.values() for inner in named.modules()}:
@@ -352,6 +355,7 @@ def _watch_modules(explored: Explored) -> None:
                 conditions.same(own, name, own[name])
         if "p" in own:
             conditions.same(own, "training", own["training"])
+    plain.watch_functions(conditions, (node.target for node in read.graph.nodes if node.op == "call_function"))
     nodes = [node for chain in explored.found.chains for node in chain.nodes if node.op == "call_module"]
     for part in {read.modules[str(node.target)] for node in nodes}:
         for name, value in part.__dict__.items():

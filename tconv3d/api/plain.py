@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from .conditions import Conditions
 from .modules import ConvTranspose3d
 
 has_global_hooks: Callable[[], bool] = module_hooks._has_any_global_hook
@@ -46,6 +47,15 @@ def _functions_of(forward: Any) -> dict[tuple[int, str], Any]:
         for name in names
         if callable(defined.get(name))
     }
+
+
+def watch_functions(conditions: Conditions, functions: Iterable[Any]) -> None:
+    """Makes conditions of functions of PyTorch: that their names still stand for them."""
+    for function in functions:
+        name = getattr(function, "__name__", "")
+        for space in _SPACES:
+            if space.get(name) is function:
+                conditions.same(space, name, function)
 
 
 _CALL, _CALL_IMPL = as_defined(nn.Module, "_wrapped_call_impl"), as_defined(nn.Module, "_call_impl")

@@ -288,8 +288,10 @@ class _Reader(GraphAppendingTracer):
             if isinstance(found, staticmethod):
                 return self._method(place, name, found, None)
             return self._value(place, name, found, module, path)
-        for kept in (own["_parameters"], own["_buffers"]):
+        for kind_of_tensors in ("_parameters", "_buffers"):
+            kept = own[kind_of_tensors]
             if name in kept:
+                conditions.same(own, kind_of_tensors, kept)
                 return self._value(kept, name, kept[name], module, path)
         if name in module._modules:
             return self.child(module, path, name)
@@ -357,7 +359,7 @@ class _Reader(GraphAppendingTracer):
         return input
 
     def children(self, module: nn.Module, path: str) -> list[Any]:
-        self.read.conditions.length(module._modules)
+        self.read.conditions.order(module._modules)
         return [self.child(module, path, name) for name in list(module._modules)]
 
 

@@ -413,14 +413,19 @@ class Settings:
 class Asking(Block):
     """Asks for settings in several ways."""
 
+    weights = torch.ones(4, 1, 1, 1)  # a tensor of the class
+
     def __init__(self) -> None:
         super().__init__()
         self.settings = Settings
+        self.named = nn.ModuleDict({"one": nn.Tanh(), "other": nn.Softplus()})
 
     def forward(self, x: Tensor) -> Tensor:
-        known = Settings
-        y = self.up(x) * getattr(self, "extra", 3) * sum(known.numbers) + known.Inner.shift
-        return F.relu(y) * 2 if self.settings.double else F.relu(y)
+        known, functions = Settings, F
+        y = self.up(x) * getattr(self, "extra", 3) * sum(known.numbers) + known.Inner.shift * self.weights
+        for each in self.named.values():
+            y = each(y)
+        return functions.relu(y) * 2 if self.settings.double else functions.relu(y)
 
 
 ASKED: dict[str, Change] = {
@@ -428,6 +433,7 @@ ASKED: dict[str, Change] = {
     "an attribute of a class": lambda patch: patch(Settings, "double", False),
     "a list of a class": lambda patch: patch(Settings, "numbers", [1, 2]),
     "an attribute of a class in a class": lambda patch: patch(Settings.Inner, "shift", 2),
+    "a tensor of a class": lambda patch: patch(Asking, "weights", torch.full((4, 1, 1, 1), 2.0)),
     "a function of PyTorch": lambda patch: patch(F, "relu", lambda y: y * 7),
 }
 
@@ -449,7 +455,10 @@ def test_an_attribute_that_an_object_gets_later(count: list[str]) -> None:
     model = tconv3d.accelerate(block(Asking))
     before = model(X)
     model.extra = 5
-    assert not torch.equal(model(X), before) and len(count) == 2
+    after = model(X)
+    assert not torch.equal(after, before)
+    model.named["one"] = model.named.pop("one")  # another order
+    assert not torch.equal(model(X), after) and len(count) == 3
 
 
 def test_replaced_functions_of_pytorch_are_called_by_layers(
@@ -978,12 +987,14 @@ def test_operators_in_place(count: list[str]) -> None:
         y *= 2
         z = torch.relu(self.up(x))
         z -= 3
+        z *= other
+        z += 1
         return z + other
 
     model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
     mine, theirs = SKIP.clone(), SKIP.clone()
     torch.testing.assert_close(model(X, mine), plain(X, theirs))
-    assert torch.equal(mine, theirs) and count == ["conv -> relu -> sub -> add"]
+    assert torch.equal(mine, theirs) and count == ["conv -> relu -> sub -> mul -> add -> add"]
 
 
 def test_many_sizes_are_not_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
