@@ -11,6 +11,7 @@ import gc
 import math
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -29,6 +30,7 @@ from tconv3d.api import forwards, fusing
 from tconv3d.api.fuse import FusedTail
 from tconv3d.runtime.compiler import MissingCompilerError
 from tconv3d.tails import kinds as kinds_of_calls
+from tconv3d.tails import tracing
 from tconv3d.tools.tasks import relu_group_norm
 from tconv3d.torch_ops import kept
 
@@ -1141,8 +1143,25 @@ def test_threads_make_plans_at_the_same_time(count: list[str]) -> None:
 
 
 @needs_kernels
-def test_threads_trace_at_the_same_time(ours: str) -> None:
+def test_threads_trace_one_after_the_other(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch cannot trace in two threads at once, and replaces methods of all modules meanwhile."""
+    active: list[int] = []
+    most: list[int] = []
+    make_fx = tracing.make_fx
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            active.append(1)
+            most.append(len(active))
+            time.sleep(0.05)
+            try:
+                return make_fx(*given, **named)(*arguments)
+            finally:
+                active.pop()
+
+        return run
+
+    monkeypatch.setattr(tracing, "make_fx", slowly)
     torch.manual_seed(0)
     plain = Small().to(ours).eval()
     model = tconv3d.accelerate(copy.deepcopy(plain))
@@ -1160,7 +1179,7 @@ def test_threads_trace_at_the_same_time(ours: str) -> None:
     for thread in threads:
         thread.join()
     expected = plain(torch.ones(1, 16, 3, 4, 5, device=ours), torch.ones(1, 8, 5, 7, 9, device=ours))
-    assert sorted(found) == [1, 2, 3, 4]
+    assert sorted(found) == [1, 2, 3, 4] and max(most) == 1
     for each in found.values():
         torch.testing.assert_close(each, expected.expand_as(each), rtol=1e-3, atol=1e-3)
     assert model.__dict__[forwards.PLANS]._made == 1
