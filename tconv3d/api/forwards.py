@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 from ..runtime.compiler import MissingCompilerError
 from ..tails import chains, vocabulary
 from ..tails.chains import Chain
+from ..tails.tracing import one_at_a_time
 from ..torch_ops.backend import current_backend
 from . import plain, reading
 from .conditions import Conditions, is_constant
@@ -32,7 +34,9 @@ from .reading import TENSOR
 MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
 MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
 MOST_SIZES = 1024  # input sizes that are remembered
-MOST_STATES = 64  # times that a chain gets other parameters or modes, after which it stays unfused for new ones
+MOST_STATES = (
+    64  # times that a chain gets other parameters, modes or numbers, after which it is not fused for new ones
+)
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()
 _DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
@@ -75,10 +79,12 @@ class FusedChain(FusedTail):
 
         That is for inference: a checkpoint must record the same when a call is repeated.
         """
-        if self._state() not in self._states:
+        # A number that a forward reads out of a tensor is a constant of the trace and of its kernels.
+        state = self._state(), *(each for each in extra if type(each) is float)
+        if state not in self._states:
             if len(self._states) >= MOST_STATES:
-                return "tensors of the tail are new in every call"
-            self._states.add(self._state())
+                return "tensors or numbers of the tail are new in every call"
+            self._states.add(state)
         if input.shape not in self._sizes and not torch.is_grad_enabled():
             if len(self._sizes) >= MOST_SIZES:
                 self._sizes.clear()
@@ -106,11 +112,16 @@ class _Tail:
     def __init__(
         self, parts: Mapping[str, nn.Module], chain: Chain, attributes: Sequence[tuple[Mapping[str, Any], str]]
     ) -> None:
-        self._code = fx.GraphModule(dict(parts), chain.tail(pass_attributes=True)).forward
+        graph = chain.tail(pass_attributes=True)
+        calls: dict[Any, Callable[..., Any]] = {}
+        for node in graph.nodes:
+            if node.op == "call_module":
+                node.target, node.op = _named("layer", parts[str(node.target)], calls), "call_function"
+        self._code = _function(graph, calls, "<tail>")
         self._attributes = attributes
 
     def __call__(self, z: Tensor, *passed: Any) -> Any:
-        return self._code(z, *passed, *(place[name] for place, name in self._attributes))
+        return self._code(None, z, *passed, *(place[name] for place, name in self._attributes))
 
 
 def _place(owner: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
@@ -118,7 +129,30 @@ def _place(owner: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
     path, _, name = target.rpartition(".")
     module = owner.get_submodule(path)
     own = module.__dict__
-    return next(place for place in (own["_parameters"], own["_buffers"], own) if name in place), name
+    for place in (own["_parameters"], own["_buffers"]):
+        if name in place:
+            return place, name
+    if name not in own:  # an attribute of the class
+        return next(base.__dict__ for base in type(module).__mro__ if name in base.__dict__), name
+    return (_Own(owner) if module is owner else own), name
+
+
+class _Own(Mapping[str, Any]):
+    """Holds the attributes of a module and not the module, which holds the plans."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __getitem__(self, name: str) -> Any:
+        module = self._module()
+        assert module is not None
+        return module.__dict__[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 def _triple(chain: Chain, modules: Mapping[str, nn.Module], layer: nn.ConvTranspose3d) -> nn.GroupNorm | None:
@@ -151,7 +185,8 @@ class Explored:
     ) -> None:
         # Modules are looked at before the forward is read: then functions of PyTorch are watched.
         ups = {each for each in module.modules() if is_up(each)}
-        opened = {each for each in module.modules() if _is_opened(each, ups)}
+        answers: dict[nn.Module, bool] = {}
+        opened = {each for each in module.modules() if _is_opened(each, ups, answers)}
         self.module = module
         self.read = reading.read(module, function, arguments, opened.__contains__, training)
         modules = self.read.modules
@@ -161,6 +196,8 @@ class Explored:
             return found in ups and len(node.args) == 1 and not node.kwargs
 
         self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
+        others = [each for each in modules.values() if isinstance(each, nn.ConvTranspose3d) and each not in ups]
+        self.others = [(each, type(each)) for each in others]  # convolutions that are not fused as they are
         # Chains for reports: those of layers that run the forwards of their classes.
         self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
 
@@ -189,14 +226,22 @@ class Explored:
         return [*inside, *opened]
 
 
-def _is_opened(module: nn.Module, ups: set[nn.Module]) -> bool:
-    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail."""
-    if not is_sequence(module) or not plain.is_plain(module):
-        return False
-    children = list(module.children())
-    if any(child in ups or _is_opened(child, ups) for child in children):
-        return True
-    return bool(children) and all(_may_be_held(child) or _is_opened(child, ups) for child in children)
+def _is_opened(module: nn.Module, ups: set[nn.Module], answers: dict[nn.Module, bool]) -> bool:
+    """Tells whether a sequence is looked into: it has a convolution out of `ups`, or nothing but parts of a tail.
+
+    `answers` are those that were found before.
+    """
+    found = answers.get(module)
+    if found is None:
+        found = False
+        if is_sequence(module) and plain.is_plain(module):
+            children = list(module.children())
+            opened = [_is_opened(child, ups, answers) for child in children]
+            found = any(opened) or not ups.isdisjoint(children)
+            if children and not found:
+                found = all(map(_may_be_held, children))
+        answers[module] = found
+    return found
 
 
 def _may_be_held(module: nn.Module) -> bool:
@@ -222,7 +267,8 @@ def written_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 class Plan:
     """Holds a function that does the same as a forward, or None if there is no such function.
 
-    It holds as long as its conditions are met, the layers of its chains are plain, and those of other chains are not.
+    It holds as long as its conditions are met, the layers of its chains are plain, those of other chains are not, and
+    convolutions that have no chain because of their class keep it.
     """
 
     def __init__(
@@ -231,17 +277,20 @@ class Plan:
         function: Callable[..., Any] | None = None,
         layers: Sequence[Layers] = (),
         others: Sequence[Layers] = (),
+        classes: Sequence[tuple[nn.Module, type]] = (),
         blocks: Sequence[Block] = (),
     ) -> None:
         self.function, self._conditions, self.blocks = function, conditions, blocks
-        self._layers, self._others = layers, others
+        self._layers, self._others, self._classes = layers, others, classes
 
-    def holds(self) -> bool:
-        if not self._conditions.hold():
+    def holds(self, module: nn.Module) -> bool:
+        if not self._conditions.hold(module.__dict__):
             return False
         for layers in self._layers:
             if not layers.are_plain():
                 return False
+        if any(type(layer) is not kind for layer, kind in self._classes):
+            return False
         return not any(layers.are_plain() for layers in self._others)
 
 
@@ -257,33 +306,53 @@ def make_plan(module: nn.Module, function: Callable[..., Any], arguments: Sequen
     fused = [chain for chain in layers if layers[chain].are_plain()]
     others = [layers[chain] for chain in layers if chain not in fused]
     if not fused:
-        return Plan(conditions, None, (), others)
+        return Plan(conditions, None, (), others, explored.others)
+
+    calls: dict[Any, Callable[..., Any]] = {}
 
     blocks: list[Block] = []
 
     def call(chain: Chain) -> tuple[Callable[..., Any], Any]:
         block, function = _call(explored, chain)
         blocks.append(block)
-        return function, (chain.convolution.args[0], *chain.passed)
+        return _named("fused_chain", function, calls), (chain.convolution.args[0], *chain.passed)
 
     chains.replace(read.graph, fused, call)
-    function = _function(read.graph, type(module).__name__)
-    return Plan(conditions, function, [layers[chain] for chain in fused], others, blocks)
+    function = _function(read.graph, calls, f"<fused forward of {type(module).__name__}>")
+    return Plan(conditions, function, [layers[chain] for chain in fused], others, explored.others, blocks)
 
 
-def _function(graph: fx.Graph, name: str) -> Callable[..., Any]:
-    """Returns a graph as a Python function, whose first argument is the module."""
+def _named(name: str, called: Callable[..., Any], calls: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns what stands for `called` in a graph.
+
+    The nodes of a graph hold each other until Python looks for such circles, so they must not hold layers.
+    """
+
+    def stands_for() -> None:
+        """Is never called."""
+
+    stands_for.__name__ = name
+    calls[stands_for] = called
+    return stands_for
+
+
+def _function(graph: fx.Graph, calls: Mapping[Any, Callable[..., Any]], file: str) -> Callable[..., Any]:
+    """Returns a graph as a Python function of `self` and its inputs; `calls` says what its functions stand for."""
     code = graph.python_code("self")
-    space = dict(code.globals)
-    exec(compile(code.src, f"<fused forward of {name}>", "exec"), space)
-    found: Callable[..., Any] = space["forward"]
+    space = {
+        name: calls[value] if isinstance(value, types.FunctionType) and value in calls else value
+        for name, value in code.globals.items()
+    }
+    exec(compile(code.src, file, "exec"), space)
+    found: Callable[..., Any] = space.pop("forward")
     return found
 
 
 def _watch_modules(explored: Explored) -> None:
     """Makes conditions of the attributes by which chains are found, and of all attributes of a chain's modules.
 
-    The mode of a norm is no condition: a chain looks at it in every call.
+    Functions of PyTorch that the forward calls are conditions too, because somebody may replace them. The
+    mode of a norm is no condition: a chain looks at it in every call.
     """
     read, conditions = explored.read, explored.read.conditions
     for each in {inner for named in read.modules.values() for inner in named.modules()}:
@@ -293,6 +362,7 @@ def _watch_modules(explored: Explored) -> None:
                 conditions.same(own, name, own[name])
         if "p" in own:
             conditions.same(own, "training", own["training"])
+    plain.watch_functions(conditions, (node.target for node in read.graph.nodes if node.op == "call_function"))
     nodes = [node for chain in explored.found.chains for node in chain.nodes if node.op == "call_module"]
     for part in {read.modules[str(node.target)] for node in nodes}:
         for name, value in part.__dict__.items():
@@ -335,22 +405,23 @@ class Plans:
         self, module: nn.Module, function: Callable[..., Any], key: Any, given: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """Returns the function for calls of a kind, or None if the forward runs as it is written."""
-        plans = self._plans.get(key)
-        if plans is None:
-            plans = self._plans[key] = []
-        for plan in plans:
-            if plan.holds():
+        for plan in self._plans.get(key, ()):
+            if plan.holds(module):
                 return plan.function
         if self._made >= MOST_PLANS or sys.getprofile() is not None or plain.has_global_hooks():
             return None
-        self._made += 1
-        plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
-        plans.append(plan)
-        return plan.function if plan.holds() else None
+        with one_at_a_time:  # while another thread traces, no module looks plain
+            for plan in self._plans.get(key, ()):
+                if plan.holds(module):
+                    return plan.function
+            self._made += 1
+            plan = make_plan(module, function, [TENSOR if type(each) in _TENSORS else each for each in given])
+            self._plans.setdefault(key, []).append(plan)
+            return plan.function if plan.holds(module) else None
 
-    def blocks(self) -> list[Block]:
-        """Returns what runs the chains of calls like those that were made, as long as all is as it was."""
-        plans = [plan for same in self._plans.values() for plan in same if plan.holds()]
+    def blocks(self, module: nn.Module) -> list[Block]:
+        """Returns what runs the chains of calls of the module like those that were made, as long as all is as it was."""
+        plans = [plan for same in self._plans.values() for plan in same if plan.holds(module)]
         return [block for plan in plans for block in plan.blocks]
 
 
@@ -430,7 +501,7 @@ def run(
 def blocks_of(module: nn.Module) -> list[Block]:
     """Returns what runs the chains of a module that was called; nothing if its forward ran as it is written."""
     plans = module.__dict__.get(PLANS)
-    return [] if plans is None else plans.blocks()
+    return [] if plans is None else plans.blocks(module)
 
 
 # ---- sequences as they are written

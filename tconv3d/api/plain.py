@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from .conditions import Conditions
 from .modules import ConvTranspose3d
 
 has_global_hooks: Callable[[], bool] = module_hooks._has_any_global_hook
@@ -31,6 +34,30 @@ def as_defined(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:
     return method if getattr(method, "__globals__", None) is defined else None
 
 
+_SPACES: tuple[dict[str, Any], ...] = (vars(F), vars(torch))  # where the layers of PyTorch find what they compute
+_DEFINED = tuple(dict(space) for space in _SPACES)
+
+
+def _functions_of(forward: Any) -> dict[tuple[int, str], Any]:
+    """Returns the functions of PyTorch that a forward may call by name, as they were when this module was loaded."""
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return {
+        (index, name): defined[name]
+        for index, defined in enumerate(_DEFINED)
+        for name in names
+        if callable(defined.get(name))
+    }
+
+
+def watch_functions(conditions: Conditions, functions: Iterable[Any]) -> None:
+    """Makes conditions of functions of PyTorch: that their names still stand for them."""
+    for function in functions:
+        name = getattr(function, "__name__", "")
+        for space in _SPACES:
+            if space.get(name) is function:
+                conditions.same(space, name, function)
+
+
 _CALL, _CALL_IMPL = as_defined(nn.Module, "_wrapped_call_impl"), as_defined(nn.Module, "_call_impl")
 
 
@@ -40,11 +67,17 @@ class Layers:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = [(layer, type(layer), type(layer).forward, layer.__dict__) for layer in dict.fromkeys(layers)]
         self.as_defined = all(as_defined(kind, "forward") is not None for _, kind, _, _ in self._layers)
+        found = [_functions_of(forward) for forward in {forward for _, _, forward, _ in self._layers}]
+        named = {place: function for each in found for place, function in each.items()}
+        self._functions = [(_SPACES[index], name, function) for (index, name), function in named.items()]
 
     def are_plain(self) -> bool:
         """Tells whether all layers are as they were, and nobody listens to one of them or to all modules."""
         if has_global_hooks() or not self.as_defined:
             return False
+        for space, name, function in self._functions:
+            if space.get(name) is not function:  # somebody has replaced it
+                return False
         for layer, kind, forward, own in self._layers:
             if not (
                 type(layer) is kind

@@ -59,6 +59,7 @@ _REFUSED = {
     "IMPORT_NAME": "it imports a module",
 }
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_MARKS = {"_torchscript_modifier"}  # attributes of functions that TorchScript alone reads
 
 
 class _Frozen:
@@ -101,6 +102,7 @@ class Watch:
         self._users: set[types.CodeType] = set()  # code that was looked at
         self._nested: set[types.CodeType] = set()  # code inside of it, whose free variables are local ones
         self._known: dict[types.CodeType, types.FunctionType] = {}
+        self._classes: set[type] = set()  # classes whose attributes are conditions
         self._running = False
 
     def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -120,6 +122,12 @@ class Watch:
             sys.setprofile(None)
             self._running = False
 
+    def forget(self) -> None:
+        """Lets go of everything that was seen."""
+        for held in (self._users, self._nested, self._known, self._classes):
+            held.clear()
+        del self._conditions, self._method_of
+
     def is_users(self, frame: types.FrameType) -> bool:
         """Tells whether a frame runs code of the user."""
         return frame.f_code in self._users
@@ -130,6 +138,9 @@ class Watch:
             return
         if hasattr(function, "__wrapped__"):
             raise CannotRead(f"{function.__name__} is wrapped by a decorator")
+        if not _MARKS.issuperset(function.__dict__):
+            raise CannotRead(f"{function.__name__} has attributes, which may change unseen")
+        self._conditions.length(function.__dict__)
         self._known[function.__code__] = function
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if not all(map(is_constant, defaults)):
@@ -160,10 +171,31 @@ class Watch:
             if not _is_trusted(value):
                 raise CannotRead(f"it uses the module {name} as a value")
             return value
-        elif not (is_constant(value) or isinstance(value, type)):
+        elif isinstance(value, type):
+            self._class(value)
+        elif not is_constant(value):
             raise CannotRead(f"it reads {name}, a {type(value).__name__} that may change unseen")
         self._conditions.same(place, name, value)
         return value
+
+    def _class(self, kind: type) -> None:
+        """Makes conditions of the attributes of a class, which the code may read by any way from here on."""
+        for base in kind.__mro__:
+            if base in self._classes or issubclass(base, enum.Enum) or base.__module__.split(".")[0] in _TRUSTED:
+                continue
+            self._classes.add(base)
+            self._conditions.length(base.__dict__)
+            for name, found in list(base.__dict__.items()):
+                # Methods and other descriptors are seen when they are called.
+                if name.startswith("__") or name == "_abc_impl" or hasattr(type(found), "__get__"):
+                    continue
+                if type(found) in (list, dict) and _has_constants(found):
+                    self._conditions.equal(found, type(found)(found))
+                    self._conditions.same(base.__dict__, name, found)
+                elif is_constant(found) or isinstance(found, type):
+                    self.value(base.__dict__, name, found)
+                else:
+                    raise CannotRead(f"it uses the class {kind.__name__}, whose {name} may change unseen")
 
     # ---- what runs
 
@@ -231,6 +263,12 @@ class Watch:
             value = place[name]
         self.value(place, name, value)
         attribute = next(rest, None)
+        while isinstance(value, types.ModuleType) and attribute is not None and attribute.opname in _ATTRIBUTE:
+            place, name, attribute = vars(value), attribute.argval, next(rest, None)  # somebody may replace it
+            if name not in place:
+                return
+            value = place[name]
+            self._conditions.same(place, name, value)
         if attribute is None or attribute.opname not in _ATTRIBUTE or not isinstance(value, type):
             return
         if not issubclass(value, enum.Enum) and not value.__module__.startswith("torch"):
@@ -238,7 +276,9 @@ class Watch:
 
     def _class_attribute(self, owner: type, name: str) -> None:
         place = next((base.__dict__ for base in owner.__mro__ if name in base.__dict__), None)
-        found = None if place is None else place[name]
+        if place is None:
+            raise CannotRead(f"it reads {name} of the class {owner.__name__}, which is computed")
+        found = place[name]
         if isinstance(found, staticmethod):
             self.value(place, name, found.__func__)
             return

@@ -32,14 +32,15 @@ from .python_code import CannotRead, Watch
 TENSOR = object()  # stands for an argument that is a tensor
 _PYTORCHS = (nn.Module, nn.Sequential, object)  # classes that nobody adds attributes to
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_STEADY = ("torch.nn.modules.", f"{__package__}.modules")  # classes that replace none of their attributes in a call
 
 
 class Read:
     """Holds what was read of a module's forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.graph = fx.Graph()
-        self.conditions = Conditions()
+        self.conditions = Conditions(module.__dict__)
         self.modules: dict[str, nn.Module] = {}  # the modules that the graph names
         self.opened: list[nn.Module] = []  # sequences that were looked into
 
@@ -56,7 +57,8 @@ def read(
     `function` is the forward of the module's class, or `nn.Sequential.forward`. Sequences for which `is_opened` are
     looked into; all other modules are nodes. `training` is the mode of all modules, or None if each is in its own.
     """
-    reader = _Reader(is_opened, training)
+    reader = _Reader(module, is_opened, training)
+    found = reader.read
     names = list(inspect.signature(function).parameters)[1:]
     given = [
         reader.source(reader.read.graph.placeholder(name)) if value is TENSOR else value
@@ -68,16 +70,18 @@ def read(
             result = reader.in_a_row(module, "", *given)
         else:
             result = reader.run(function, me, *given)
-        reader.read.graph.output(reader.create_arg(result))
+        found.graph.output(reader.create_arg(result))
     except CannotRead as error:
-        error.conditions = reader.read.conditions
+        error.conditions = found.conditions
         raise
     except Exception as error:  # a user's code may raise anything when it meets symbols
         refused = CannotRead(f"{type(error).__name__}: {error}".splitlines()[0])
-        refused.conditions = reader.read.conditions
+        refused.conditions = found.conditions
         raise refused from error
-    reader.read.graph.lint()
-    return reader.read
+    finally:
+        reader.forget()
+    found.graph.lint()
+    return found
 
 
 class _Symbol(Proxy):
@@ -99,6 +103,9 @@ class _Symbol(Proxy):
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):
+            reader: Any = self.tracer
+            if reader.watch.is_users(sys._getframe(1)):
+                raise CannotRead(f"it asks for {name} of a tensor, which somebody may have set")
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
         if not callable(getattr(Tensor, name)):  # read now: an operator in place may change it
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
@@ -160,21 +167,36 @@ def _has_symbol(value: Any) -> bool:
     return isinstance(value, slice) and any(map(_has_symbol, (value.start, value.stop, value.step)))
 
 
+def _is_not_opened(module: nn.Module) -> bool:
+    return False
+
+
 _PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
 
 
 class _Reader(GraphAppendingTracer):
     """Runs a forward with symbols."""
 
-    def __init__(self, is_opened: Callable[[nn.Module], bool], training: bool | None) -> None:
-        self.read = Read()
+    def __init__(self, module: nn.Module, is_opened: Callable[[nn.Module], bool], training: bool | None) -> None:
+        self.read = Read(module)
         super().__init__(self.read.graph)
         self.record_stack_traces = False
         self.is_opened, self.training = is_opened, training
         self.watch = Watch(self.read.conditions, self._method_of)
         self._stand_ins: dict[int, _StandIn] = {}
         self._sources: dict[str, _Symbol] = {}
-        self._called: set[str] = set()  # modules that are not PyTorch's and were called
+        self._called: set[nn.Module] = set()  # modules that were called and may have changed their attributes
+        self._read_of: dict[nn.Module, str] = {}  # modules of which tensors were read
+
+    def forget(self) -> None:
+        """Lets go of all modules: symbols and the reader hold each other until Python looks for such circles."""
+        for each in self._stand_ins.values():
+            object.__setattr__(each, "of", None)
+        for held in (self._stand_ins, self._sources, self._called, self._read_of):
+            held.clear()
+        self.is_opened = _is_not_opened
+        self.watch.forget()
+        del self.read
 
     # ---- what torch.fx asks
 
@@ -258,19 +280,23 @@ class _Reader(GraphAppendingTracer):
                 raise CannotRead(f"{name} cannot be read")
             return self.run(found.fget, self.stand_in(module, path))
         if name in own:
-            return self._value(own, name, own[name], path)
+            return self._value(own, name, own[name], module, path)
         if name in place:
             conditions.absent(own, name)
             if isinstance(found, types.FunctionType):
                 return self._method(place, name, found, self.stand_in(module, path))
             if isinstance(found, staticmethod):
                 return self._method(place, name, found, None)
-            return self._value(place, name, found, path)
-        for kept in (own["_parameters"], own["_buffers"]):
+            return self._value(place, name, found, module, path)
+        for kind_of_tensors in ("_parameters", "_buffers"):
+            kept = own[kind_of_tensors]
             if name in kept:
-                return self._value(kept, name, kept[name], path)
+                conditions.same(own, kind_of_tensors, kept)
+                return self._value(kept, name, kept[name], module, path)
         if name in module._modules:
             return self.child(module, path, name)
+        for kept in (own, own["_parameters"], own["_buffers"], own["_modules"]):
+            conditions.absent(kept, name)
         raise AttributeError(f"'{kind.__name__}' object has no attribute '{name}'")
 
     def _method(self, place: Mapping[str, Any], name: str, found: Any, me: Any) -> Any:
@@ -281,14 +307,15 @@ class _Reader(GraphAppendingTracer):
         self.watch.knows(function)
         return function if me is None else types.MethodType(function, me)
 
-    def _value(self, place: Mapping[str, Any], name: str, value: Any, path: str) -> Any:
+    def _value(self, place: Mapping[str, Any], name: str, value: Any, module: nn.Module, path: str) -> Any:
         if isinstance(value, Tensor):
             self.read.conditions.tensor(place, name)
+            self._read_of[module] = name
             target = f"{path}.{name}" if path else name
             if target not in self._sources:
                 self._sources[target] = _Symbol(self.read.graph.get_attr(target), self, is_tensor=True)
             return self._sources[target]
-        if any(path == called or path.startswith(f"{called}.") for called in self._called):
+        if module in self._called:
             raise CannotRead(f"it reads {name} of a module that it has called, which may have changed it")
         if isinstance(value, nn.Module):  # kept behind PyTorch's back, in a list for example
             raise CannotRead(f"{name} is a module that is not registered")
@@ -313,8 +340,13 @@ class _Reader(GraphAppendingTracer):
         if self.is_opened(module) and len(args) == 1 and not kwargs:
             return self.in_a_row(module, path, *args)
         self.read.modules[path] = module
-        if not type(module).__module__.startswith("torch.nn.modules."):
-            self._called.add(path)
+        inside = list(module.modules())
+        if not all(type(each).__module__.startswith(_STEADY) for each in inside):
+            for each in inside:
+                if each in self._read_of:
+                    name = self._read_of[each]
+                    raise CannotRead(f"it reads {name} of a module that it then calls, which may replace it")
+            self._called.update(inside)
         return self.create_proxy("call_module", path, args, kwargs)
 
     def in_a_row(self, module: nn.Module, path: str, input: Any) -> Any:
@@ -327,7 +359,7 @@ class _Reader(GraphAppendingTracer):
         return input
 
     def children(self, module: nn.Module, path: str) -> list[Any]:
-        self.read.conditions.length(module._modules)
+        self.read.conditions.order(module._modules)
         return [self.child(module, path, name) for name in list(module._modules)]
 
 

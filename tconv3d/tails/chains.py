@@ -304,9 +304,12 @@ class _Search:
         """Returns the nodes whose memory a node's result may be: itself, if the result is always a new tensor."""
         found = self._bases.get(node)
         if found is None:
-            inputs = () if self.known[node].kind is Kind.FRESH else node.all_input_nodes
+            known = self.known[node]
+            inputs = () if known.kind is Kind.FRESH else node.all_input_nodes
+            if known.kind is Kind.IN_PLACE and known.writes is not None:
+                inputs = [known.writes]
             # What is unknown may also return a tensor that it keeps.
-            own = frozenset({node} if not inputs or self.known[node].kind is Kind.UNKNOWN else ())
+            own = frozenset({node} if not inputs or known.kind is Kind.UNKNOWN else ())
             found = own.union(*map(self._bases_of, inputs))
             self._bases[node] = found
         return found

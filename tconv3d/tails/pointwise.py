@@ -27,7 +27,8 @@ Shape = tuple[int, ...]
 
 
 def meta(node: fx.Node) -> Any:
-    return node.meta["val"]
+    """Returns an example of a node's value, or None for a number that is passed to a tail."""
+    return node.meta.get("val")
 
 
 def shape_of(node: fx.Node) -> Shape:

@@ -87,6 +87,11 @@ class Differentiable:
             *([f"forward and backward in PyTorch: {', '.join(left)}"] if left else []),
         )
 
+    @property
+    def read(self) -> list[Tensor]:
+        """The captured tensors that the gradients read."""
+        return list(captured_in(self.gradient.graph).values())
+
     def run(
         self,
         input: Tensor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_ops import axis_executor, kept, pool_executor, tail_executor
-from ..torch_ops.casting import below_autocast
+from ..torch_ops.casting import below_autocast, stream_of
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
@@ -34,16 +34,23 @@ aten = torch.ops.aten
 Env = dict[fx.Node, Any]
 
 
+@dataclass(frozen=True)
+class _Made:
+    """Holds what was computed from captured tensors alone, and from the weight."""
+
+    seen: tuple[Any, ...] | None  # weight, bias and captured tensors as they were then; None if it must not be kept
+    constant: Env
+    folded: tuple[Tensor, Tensor | None] | None
+    vectors: Tensor | None  # the vectors of the epilogue, if all come from captured tensors alone
+
+
 @dataclass
 class Prepared:
     """Holds the stages of a tail for one kind of call, and what was computed from captured tensors alone."""
 
     stages: Stages
     steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
-    _seen: tuple[Any, ...] | None = None  # weight, bias and captured tensors as they were when `_constant` was made
-    _constant: Env = field(default_factory=dict)
-    _folded: tuple[Tensor, Tensor | None] | None = None
-    _vectors: Tensor | None = None  # the vectors of the epilogue, if all come from captured tensors alone
+    _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
 
     def run(
         self,
@@ -73,12 +80,12 @@ class Prepared:
         runner: Runner,
     ) -> Any:
         s = self.stages
-        env = self._start(weight, bias, convolution, extra, parameters)
-        if self._folded is not None:
-            weight, bias = self._folded
+        env, made = self._start(weight, bias, convolution, extra, parameters)
+        if made.folded is not None:
+            weight, bias = made.folded
 
         compute(s.early, env)
-        tail = self._tail(env)
+        tail = self._tail(env, made.vectors)
 
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
             if s.statistics is None:
@@ -97,10 +104,9 @@ class Prepared:
         run_rounds(s.graph, s.rounds, env, runner=runner)
         return outputs(s.graph, env)
 
-    def _tail(self, env: Env) -> Tail:
+    def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
         """Returns the epilogue with its operands, laid out as the convolution's result."""
         s, like = self.stages, self.stages.fed.meta["val"]
-        vectors = self._vectors
         if vectors is None and s.operands.vectors:
             vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
@@ -113,33 +119,44 @@ class Prepared:
         convolution: Convolution,
         extra: Sequence[Any],
         parameters: tuple[Tensor, Tensor | None],
-    ) -> Env:
+    ) -> tuple[Env, _Made]:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
         s, nodes = self.stages, self.stages.graph.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"][1:]
         captured = captured_in(s.graph)
         captured.update({placeholders[place]: extra[place] for place in self.steady})
-        tensors = [*parameters, *captured.values()]
-        if not _unchanged(self._seen, tensors):
-            env: Env = dict(captured)
-            compute(s.constants, env)
-            self._folded = None
-            if s.affine.expression != VALUE:
-                vectors = [env[node] for node in s.affine.vectors]
-                self._folded = fold(weight, bias, convolution, s.affine.expression, vectors)
-            if s.moved is not None:
-                self._folded = s.moved.operands(*(self._folded or (weight, bias)))
-            self._vectors = None
-            if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
-                like = s.fed.meta["val"]
-                self._vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
-            self._constant = {node: env[node] for node in s.constants}
-            self._seen = _seen(tensors, self._drop)
-        return {**captured, **self._constant, **dict(zip(placeholders, extra, strict=True))}
+        tensors, stream = [*parameters, *captured.values()], stream_of(weight)
+        made = self._made
+        if made is None or not _unchanged(made.seen, tensors, stream) or kept.captured(parameters[0], stream):
+            made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, self._drop))
+            self._made = made if made.seen is not None else None
+        return {**captured, **made.constant, **dict(zip(placeholders, extra, strict=True))}, made
+
+    def _make(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        captured: Env,
+        seen: tuple[Any, ...] | None,
+    ) -> _Made:
+        s, env = self.stages, dict(captured)
+        folded: tuple[Tensor, Tensor | None] | None = None
+        stacked: Tensor | None = None
+        compute(s.constants, env)
+        if s.affine.expression != VALUE:
+            vectors = [env[node] for node in s.affine.vectors]
+            folded = fold(weight, bias, convolution, s.affine.expression, vectors)
+        if s.moved is not None:
+            folded = s.moved.operands(*(folded or (weight, bias)))
+        if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
+            like = s.fed.meta["val"]
+            stacked = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        return _Made(seen, {node: env[node] for node in s.constants}, folded, stacked)
 
     def _drop(self, _: object) -> None:
         """Forgets what was computed from a tensor that no longer exists."""
-        self._seen, self._constant, self._folded, self._vectors = None, {}, None, None
+        self._made = None
 
 
 def run_rounds(
@@ -329,22 +346,23 @@ def means_and_variances(found: Tensor, statistics: Statistics) -> Env:
     return env
 
 
-def _seen(tensors: Sequence[Tensor | None], gone: Callable[[object], None]) -> tuple[Any, ...] | None:
-    """Returns what tells whether tensors were written to or replaced, or None if they do not count their writes.
+def _seen(tensors: Sequence[Tensor | None], stream: int, gone: Callable[[object], None]) -> tuple[Any, ...] | None:
+    """Returns what tells whether tensors were written to or replaced, or None if that cannot be told.
 
-    `gone` is called when one of the tensors no longer exists.
+    `gone` is called when one of the tensors no longer exists. What is computed on a stream is used on that one alone.
     """
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+    if not all(tensor is None or kept.may_be_kept(tensor, stream) for tensor in tensors):
         return None
+    kept.watch_optimizers()
     versions = (None if t is None else (weakref.ref(t, gone), t.data_ptr(), t._version) for t in tensors)
-    return kept.forgotten(), *versions
+    return kept.forgotten(), stream, *versions
 
 
-def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None]) -> bool:
+def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None], stream: int) -> bool:
     """Tells whether these are the tensors that `_seen` has seen, with the same contents."""
-    if seen is None or seen[0] != kept.forgotten():
+    if seen is None or seen[:2] != (kept.forgotten(), stream):
         return False
-    for before, now in zip(seen[1:], tensors, strict=True):
+    for before, now in zip(seen[2:], tensors, strict=True):
         if before is None or now is None:
             if before is not now:
                 return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -27,6 +28,9 @@ aten = torch.ops.aten
 LOWERED_FROM = "lowered_from"  # the entry of a node's `meta` that names the node whose replacement it is part of
 
 Tail = Callable[..., Any]
+
+# While PyTorch traces, it replaces methods of all modules, in all threads, and cannot trace in two threads at once.
+one_at_a_time = threading.RLock()
 
 SWITCHES_GRADIENTS = "switches_gradients"  # the entry of a graph's `meta`: whether the tail contains `torch.no_grad`
 
@@ -108,12 +112,13 @@ class _Remembering(TorchDispatchMode):
 def nothing_written() -> Iterator[TorchDispatchMode]:
     """Gives a mode to trace under; captured tensors that were written meanwhile have their values again afterwards.
 
-    While PyTorch traces, operators of captured tensors alone are computed, and writes to them are real.
+    While PyTorch traces, operators of captured tensors alone are computed, and writes to them are real. Other threads
+    wait until it is their turn to trace.
     """
     mode = _Remembering()
     try:
         # Whoever counts or moves what autograd saves, a checkpoint for example, must not see the tensors of tracing.
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        with one_at_a_time, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             yield mode
     finally:
         with torch.no_grad():

@@ -88,7 +88,7 @@ _OTHER_VIEWS = _words("""
     diagonal unfold repeat_interleave tile cpu cuda real
     """)
 _SIZES = _words("size dim ndimension numel stride is_contiguous element_size is_floating_point get_device")
-_ATTRIBUTES = _words("shape ndim dtype device is_cuda requires_grad layout itemsize nbytes is_sparse")
+_ATTRIBUTES = _words("shape ndim dtype device is_cuda layout itemsize nbytes is_sparse")
 _DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout")
 _IN_PLACE_OPERATORS = {
     operator.iadd: "add",

@@ -57,14 +57,14 @@ def cast_operands(
 
 def fresh_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a parameter in another type for a call with gradients, after which its kept casts are not trusted."""
-    if not kept.captured(parameter, _stream(parameter)):
+    if not kept.captured(parameter, stream_of(parameter)):
         kept.packed_for_itself(parameter)
     return parameter.to(dtype)
 
 
 def kept_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a parameter in another type for a call without gradients; from the second call on the cast is kept."""
-    stream = _stream(parameter)
+    stream = stream_of(parameter)
     number = _NUMBERS.get(dtype)
     if number is None or kept.captured(parameter, stream):
         return parameter.to(dtype)
@@ -79,7 +79,8 @@ def kept_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return promise.pack[1]
 
 
-def _stream(tensor: Tensor) -> int:
+def stream_of(tensor: Tensor) -> int:
+    """Returns the handle of the stream that operators of a tensor run on; 0 stands for the default one."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 

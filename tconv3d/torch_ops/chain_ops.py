@@ -26,6 +26,9 @@ class Passes(Protocol):
     wanted: list[Tensor]  # captured tensors whose gradients are computed
     needed: tuple[bool, ...]  # which of the passed tensors need a gradient
 
+    @property
+    def read(self) -> list[Tensor]: ...
+
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, passed: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]: ...
@@ -71,6 +74,7 @@ class Chain(torch.autograd.Function):
         results = tuple(_no_view(each) for each in results)
         ctx.save_for_backward(input, weight, bias, *passed, *saved)
         ctx.passes, ctx.captured, ctx.count = passes, tensors[count:], count
+        ctx.versions = [(each, each._version) for each in passes.read if not each.is_inference()]
         ctx.call = input.shape, weight.shape, convolution, current_backend()
         ctx.differentiable = [each.is_floating_point() for each in results]
         ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
@@ -82,6 +86,7 @@ class Chain(torch.autograd.Function):
         operands, others = stored[:SAVED], stored[SAVED:]
         passed, saved = others[: ctx.count], others[ctx.count :]
         given = [grad for grad, kept in zip(grads, ctx.differentiable, strict=True) if kept]
+        _check_versions(ctx.versions)
         if torch.is_grad_enabled():
             return None, None, None, *_recorded_gradients(ctx, operands, passed, given)
         dz, *found = ctx.passes.gradients(given, saved, passed)
@@ -93,6 +98,17 @@ class Chain(torch.autograd.Function):
             return None, None, None, None, None, None, *of_passed, *of_captured
         own = gradients_of(dz, input, weight, ctx.needs_input_grad[3:6], *ctx.call)
         return None, None, None, *own, *of_passed, *of_captured
+
+
+def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
+    """Raises PyTorch's error if a captured tensor, which is not saved, has been written to since the call."""
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {str(tensor.dtype).removeprefix('torch.')} tensor of the shape {list(tensor.shape)} behind a "
+                f"transposed convolution is at version {tensor._version}; expected version {version} instead"
+            )
 
 
 def _no_view(tensor: Tensor) -> Tensor:

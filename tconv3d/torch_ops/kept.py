@@ -108,7 +108,7 @@ class Promise:
                 return
             found = _kept.get(id(self.weight))
             if found is None or found.reference() is not self.weight or found.state != self.state:
-                _watch_optimizers()
+                watch_optimizers()
                 found = _kept[id(self.weight)] = _Weight(self.weight, self.state)
             newest = list(found.packs.items())[1 - MOST_PACKS :]
             found.packs = {**dict(newest), self.place: self.pack}
@@ -131,16 +131,31 @@ def promise_of(weight: Tensor, address: int, place: Place, make: Callable[[], Te
             _noted.clear()
         _noted[note] = state
         return None
-    # A weight that is part of a larger buffer may be written through other tensors, which have version counters of
-    # their own. If PyTorch swaps parameters on conversion, it forbids weak references to them.
-    apart = storage.nbytes() == weight.numel() * weight.element_size() and not _may_be_gathered(storage)
-    if not apart or storage._cdata in _captured or torch.__future__.get_swap_module_params_on_conversion():
+    if not _counts_writes(weight, storage):
         return None
     try:
         pack = make()
     except torch.OutOfMemoryError:
         return None
     return Promise(weight, state, place, (pack.data_ptr(), pack))
+
+
+def may_be_kept(tensor: Tensor, stream: int) -> bool:
+    """Tells whether what is computed from a tensor may be kept while its version counter and `forgotten` stay."""
+    if not _enabled or tensor.is_inference() or captured(tensor, stream):
+        return False
+    return _counts_writes(tensor, tensor.untyped_storage())
+
+
+def _counts_writes(weight: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Tells whether the version counter of a weight counts all writes that can be expected, as far as is known.
+
+    A weight that is part of a larger buffer may be written through other tensors, which have version counters of
+    their own. If PyTorch swaps parameters on conversion, it forbids weak references to them.
+    """
+    apart = storage.nbytes() == weight.numel() * weight.element_size() and not _may_be_gathered(storage)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    return apart and storage._cdata not in _captured and not swaps
 
 
 def _may_be_gathered(storage: torch.UntypedStorage) -> bool:
@@ -185,10 +200,12 @@ def _capturing(weight: Tensor, stream: int) -> bool:
 
 
 def _give_up(weight: Tensor) -> None:
+    global _forgotten
     storage = weight.untyped_storage()
     if storage._cdata in _captured:
         return
     with _lock:
+        _forgotten += 1
         for key in [key for key, reference in _captured.items() if reference.expired()]:
             del _captured[key]
         _captured[storage._cdata] = StorageWeakRef(storage)
@@ -210,6 +227,7 @@ def _died(key: int, reference: weakref.ref[Tensor], kept: dict[int, _Weight] = _
 _watching: list[Any] = []
 
 
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
+    """Makes every step of an optimizer drop all packs; whoever asks for `forgotten` must have called this before."""
     if not _watching:
         _watching.append(register_optimizer_step_post_hook(lambda *_: forget()))

@@ -7,11 +7,14 @@ CPU: what they compare is the rewritten forward with the one that is written.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -26,7 +29,10 @@ import tconv3d
 from tconv3d.api import forwards, fusing
 from tconv3d.api.fuse import FusedTail
 from tconv3d.runtime.compiler import MissingCompilerError
+from tconv3d.tails import kinds as kinds_of_calls
+from tconv3d.tails import tracing
 from tconv3d.tools.tasks import relu_group_norm
+from tconv3d.torch_ops import kept
 
 SCALE = 1.5
 FACTORS = [1.0, 2.0]
@@ -134,6 +140,83 @@ def test_values_gradients_and_statistics(ours: str, training: bool) -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-4)
     (plan,) = [plan for plans in model.__dict__[forwards.PLANS]._plans.values() for plan in plans]
     assert plan.function is not None
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "how", ["an optimizer steps", "nothing is kept", "a graph was captured", "it lies in a buffer"]
+)
+def test_weights_that_are_written_behind_the_back_of_pytorch(
+    how: str, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averages of weights are often updated through `.data`, which no version counter notices."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    plain = Small().to(ours).eval()
+    model = tconv3d.accelerate(copy.deepcopy(plain))
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    with torch.no_grad():
+        if how == "nothing is kept":
+            tconv3d.keep_weights(False)
+        elif how == "a graph was captured":
+            model(x, skip)
+            with monkeypatch.context() as patch:
+                patch.setattr(kept, "_capturing", lambda weight, stream: True)
+                model(x, skip)
+        elif how == "it lies in a buffer":
+            model.norm.weight.data = torch.cat([model.norm.weight, model.norm.weight])[:8]
+        try:
+            for _ in range(3):
+                if how == "an optimizer steps":
+                    optimizer.step()
+                for each in (model, plain):
+                    each.norm.weight.data.mul_(1.5).add_(0.1)
+                torch.testing.assert_close(model(x, skip), plain(x, skip), rtol=1e-3, atol=1e-3)
+        finally:
+            tconv3d.keep_weights(True)
+
+
+@needs_kernels
+def test_a_norm_that_is_written_between_a_call_and_its_gradients(ours: str) -> None:
+    torch.manual_seed(0)
+    model = tconv3d.accelerate(Small().to(ours))
+    x, skip = torch.randn(2, 16, 3, 4, 5, device=ours), torch.randn(2, 8, 5, 7, 9, device=ours)
+    first = model(x, skip)
+    model(x, skip).sum().backward()  # statistics are written, which no gradient reads
+    first.sum().backward()
+    y = model(x, skip)
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@needs_kernels
+def test_numbers_that_are_passed_to_a_chain(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and numbers out of tensors are passed; a number that is new in every call is not traced forever."""
+
+    class Numbers(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            factor = self.scale[0].item()
+            return torch.relu(self.up(x)) * factor / x.shape[0]
+
+    monkeypatch.setattr(forwards, "MOST_STATES", 1)
+    torch.manual_seed(0)
+    plain = Numbers().to(ours)
+    model = tconv3d.accelerate(copy.deepcopy(plain))
+    traced: list[Any] = []
+    trace = kinds_of_calls.trace
+    monkeypatch.setattr(kinds_of_calls, "trace", lambda *given: traced.append(given) or trace(*given))
+    x = torch.randn(2, 16, 3, 4, 5, device=ours)
+    for _ in range(2):
+        found = []
+        for each in (model, plain):
+            y = each(x)
+            found.append([y.detach(), *torch.autograd.grad(y.sin().sum(), [each.up.weight, each.up.bias])])
+            with torch.no_grad():
+                each.scale.mul_(2)
+        torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-2)
+    assert len(traced) == 1
 
 
 @needs_kernels
@@ -319,6 +402,107 @@ def test_a_change_is_noticed(name: str, count: list[str], monkeypatch: pytest.Mo
     assert len(count) == 1 + 2 * fused
 
 
+class Settings:
+    """A class that serves as a namespace."""
+
+    double = True
+    numbers: ClassVar[list[int]] = [1]
+
+    class Inner:
+        shift = 1
+
+
+class Asking(Block):
+    """Asks for settings in several ways."""
+
+    weights = torch.ones(4, 1, 1, 1)  # a tensor of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings
+        self.named = nn.ModuleDict({"one": nn.Tanh(), "other": nn.Softplus()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        known, functions = Settings, F
+        y = self.up(x) * getattr(self, "extra", 3) * sum(known.numbers) + known.Inner.shift * self.weights
+        for each in self.named.values():
+            y = each(y)
+        return functions.relu(y) * 2 if self.settings.double else functions.relu(y)
+
+
+ASKED: dict[str, Change] = {
+    "an attribute that was missing": lambda patch: patch(Block, "extra", 5),
+    "an attribute of a class": lambda patch: patch(Settings, "double", False),
+    "a list of a class": lambda patch: patch(Settings, "numbers", [1, 2]),
+    "an attribute of a class in a class": lambda patch: patch(Settings.Inner, "shift", 2),
+    "a tensor of a class": lambda patch: patch(Asking, "weights", torch.full((4, 1, 1, 1), 2.0)),
+    "a function of PyTorch": lambda patch: patch(F, "relu", lambda y: y * 7),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_forward_has_asked_for_is_a_condition(
+    name: str, count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = tconv3d.accelerate(block(Asking)), block(Asking)
+    torch.testing.assert_close(model(X), plain(X))
+    before = plain(X)
+    assert len(count) == 1
+    ASKED[name](lambda *what: monkeypatch.setattr(*what, raising=False))
+    torch.testing.assert_close(model(X), plain(X))
+    assert not torch.equal(before, plain(X))
+
+
+def test_an_attribute_that_an_object_gets_later(count: list[str]) -> None:
+    model = tconv3d.accelerate(block(Asking))
+    before = model(X)
+    model.extra = 5
+    after = model(X)
+    assert not torch.equal(after, before)
+    model.named["one"] = model.named.pop("one")  # another order
+    assert not torch.equal(model(X), after) and len(count) == 3
+
+
+def test_replaced_functions_of_pytorch_are_called_by_layers(
+    count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tconv3d.accelerate(nn.Sequential(nn.ConvTranspose3d(2, 4, 2), nn.LeakyReLU(0.1)))
+    model(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "leaky_relu", lambda y, *rest: y * 7)
+        torch.testing.assert_close(model(X), model[0](X) * 7)
+        assert len(count) == 1
+    model(X)
+    assert len(count) == 2
+
+
+def test_plans_are_limited_and_keep_no_model_alive(count: list[str]) -> None:
+    model = tconv3d.accelerate(block())
+    model(X)
+    dead: list[Any] = []
+    gc.disable()
+    try:
+        model = tconv3d.accelerate(block())
+        model.loose = torch.ones(())
+        for power in range(forwards.MOST_PLANS + 4):
+            model(X, None, power)
+        assert len(model.__dict__[forwards.PLANS]._plans) == forwards.MOST_PLANS
+        dead += [weakref.ref(model), weakref.ref(model.up.weight)]
+        del model
+        assert [each() for each in dead] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_convolution_that_is_swapped_later_is_fused(count: list[str]) -> None:
+    model = tconv3d.accelerate(block())
+    model.up = nn.ConvTranspose3d(2, 4, 2, stride=2)
+    model(X)
+    assert not count
+    tconv3d.accelerate(model)(X)
+    assert len(count) == 1
+
+
 def test_what_changes_back_needs_no_new_plan(count: list[str]) -> None:
     model = tconv3d.accelerate(block())
     for _ in range(4):
@@ -419,6 +603,15 @@ class Odd(nn.Module):
         self.hidden = [nn.ReLU()]
         self.custom = Custom()
         self.writer = Writer()
+        self.row = nn.Sequential(self.writer)
+        self.switched = switched
+
+
+def switched(y: Tensor) -> Tensor:
+    return y * 2
+
+
+switched.on = True  # type: ignore[attr-defined]
 
 
 class Custom(nn.Module):
@@ -429,8 +622,13 @@ class Custom(nn.Module):
 class Writer(nn.Module):
     written = 1
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(4, 1, 1, 1))
+
     def forward(self, x: Tensor) -> Tensor:
         self.written = x.shape[0]
+        self.average = self.average * 1.5
         return x
 
 
@@ -539,6 +737,24 @@ def reading_what_a_module_wrote(self: Odd, x: Tensor) -> Tensor:
     return torch.relu(self.up(y)) * self.writer.written
 
 
+def reading_what_a_module_in_a_row_wrote(self: Odd, x: Tensor) -> Tensor:
+    y = self.row(x)
+    return torch.relu(self.up(y)) * self.writer.written
+
+
+def reading_what_a_module_will_replace(self: Odd, x: Tensor) -> Tensor:
+    before = self.row[0].average
+    return torch.relu(self.up(self.row(x))) * before
+
+
+def by_an_attribute_of_a_function(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if self.switched.on else self.up(x)  # type: ignore[attr-defined]
+
+
+def by_an_attribute_of_a_tensor(self: Odd, x: Tensor) -> Tensor:
+    return torch.relu(self.up(x)) if not hasattr(x, "mask") else self.up(x)
+
+
 def counting_in_a_closure() -> Callable[..., Any]:
     calls = 0
 
@@ -588,6 +804,10 @@ NOT_READ: dict[Any, str] = {
     importing: "imports",
     text_of_sizes: "makes text",
     reading_what_a_module_wrote: "reads written of a module that it has called",
+    reading_what_a_module_in_a_row_wrote: "reads written of a module that it has called",
+    reading_what_a_module_will_replace: "reads average of a module that it then calls",
+    by_an_attribute_of_a_function: "switched has attributes",
+    by_an_attribute_of_a_tensor: "asks for mask of a tensor",
     of_its_class: "__class__",
     decorated: "plain method",
 }
@@ -621,7 +841,7 @@ def test_closures_and_constants_of_python(count: list[str]) -> None:
 
     def forward(self: Odd, x: Tensor) -> Tensor:
         y = torch.relu(self.up(x)) * factor
-        return y * math.pi if isinstance(x, Tensor) and hasattr(x, "shape") and not hasattr(x, "nothing") else -y
+        return y * math.pi if isinstance(x, Tensor) and hasattr(x, "shape") else -y
 
     model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
     torch.testing.assert_close(model(X), plain(X))
@@ -769,12 +989,14 @@ def test_operators_in_place(count: list[str]) -> None:
         y *= 2
         z = torch.relu(self.up(x))
         z -= 3
+        z *= other
+        z += 1
         return z + other
 
     model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
     mine, theirs = SKIP.clone(), SKIP.clone()
     torch.testing.assert_close(model(X, mine), plain(X, theirs))
-    assert torch.equal(mine, theirs) and count == ["conv -> relu -> sub -> add"]
+    assert torch.equal(mine, theirs) and count == ["conv -> relu -> sub -> mul -> add -> add"]
 
 
 def test_many_sizes_are_not_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -918,3 +1140,46 @@ def test_threads_make_plans_at_the_same_time(count: list[str]) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(torch.allclose(each, expected) for each in found)
+
+
+@needs_kernels
+def test_threads_trace_one_after_the_other(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch cannot trace in two threads at once, and replaces methods of all modules meanwhile."""
+    active: list[int] = []
+    most: list[int] = []
+    make_fx = tracing.make_fx
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            active.append(1)
+            most.append(len(active))
+            time.sleep(0.05)
+            try:
+                return make_fx(*given, **named)(*arguments)
+            finally:
+                active.pop()
+
+        return run
+
+    monkeypatch.setattr(tracing, "make_fx", slowly)
+    torch.manual_seed(0)
+    plain = Small().to(ours).eval()
+    model = tconv3d.accelerate(copy.deepcopy(plain))
+    found: dict[int, Tensor] = {}
+    backend = "emulator" if ours == "cpu" else "cuda"
+
+    def call(batch: int) -> None:
+        x, skip = torch.ones(batch, 16, 3, 4, 5, device=ours), torch.ones(batch, 8, 5, 7, 9, device=ours)
+        with tconv3d.use_backend(backend):
+            found[batch] = model(x, skip)
+
+    threads = [threading.Thread(target=call, args=(batch,)) for batch in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = plain(torch.ones(1, 16, 3, 4, 5, device=ours), torch.ones(1, 8, 5, 7, 9, device=ours))
+    assert sorted(found) == [1, 2, 3, 4] and max(most) == 1
+    for each in found.values():
+        torch.testing.assert_close(each, expected.expand_as(each), rtol=1e-3, atol=1e-3)
+    assert model.__dict__[forwards.PLANS]._made == 1
