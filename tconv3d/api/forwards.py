@@ -420,7 +420,7 @@ class Plans:
             return plan.function if plan.holds(module) else None
 
     def blocks(self, module: nn.Module) -> list[Block]:
-        """Returns what runs the chains of calls of the module like those that were made, as long as all is as it was."""
+        """Returns what runs the chains in calls like those that were made, as long as the module is as it was."""
         plans = [plan for same in self._plans.values() for plan in same if plan.holds(module)]
         return [block for plan in plans for block in plan.blocks]
 

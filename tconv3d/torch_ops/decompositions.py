@@ -6,6 +6,7 @@ ONNX exporter finds the table by itself. This module knows operators, and nothin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,17 +78,19 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {getattr(torch.ops.tconv3d, name).default: function for name, function in _TABLE.items()}
 
 
-def register() -> None:
-    """Adds the table to PyTorch's table of decompositions, which its ONNX exporter reads.
+def add_to_onnx(exporter: Any) -> None:
+    """Adds the table to the one that PyTorch's ONNX exporter makes for every export.
 
-    That happens when the exporter is imported: with the variable CI set, Inductor refuses operators that are in it.
-
-    PyTorch would also compute shapes by a decomposition of that table, if sizes are symbolic, unless the operator is
-    in the table of shape functions; the operators' own shape functions are then used.
+    PyTorch's global table of decompositions stays as it is: where the variable CI is set, Inductor refuses operators
+    that are in it.
     """
-    for operator, function in decompositions().items():
-        torch._decomp.decomposition_table[operator] = function
-        torch._decomp.meta_table[operator] = function
+    make_table = exporter.create_onnx_friendly_decomposition_table
+
+    @functools.wraps(make_table)
+    def with_ours(*args: Any, **options: Any) -> dict[Any, Callable[..., Any]]:
+        return {**make_table(*args, **options), **decompositions()}
+
+    exporter.create_onnx_friendly_decomposition_table = with_ours
 
 
-when_imported("torch.onnx._internal.exporter._decomp", lambda module: register())
+when_imported("torch.onnx._internal.exporter._decomp", add_to_onnx)
