@@ -17,6 +17,7 @@ from ...planning.problem import Problem, Strides
 WARP = 32  # threads
 BANKS = 32  # banks of shared memory: neighbouring words of 4 bytes are in neighbouring banks
 REGISTERS = 65536  # per multiprocessor
+MOST_RESIDENT_THREADS = 2048  # threads of all blocks of a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block has beside its own
 WARPS = 8  # warps of a multiprocessor that hide the latency of shared memory
 BARRIERS = 0.15  # part of its time that a block alone on a multiprocessor waits at barriers
@@ -201,6 +202,13 @@ class Slab:
             words = {word for start in firsts[first : first + together] for word in range(start, start + width)}
             accesses += max(Counter(word % BANKS for word in words).values())
         return accesses * together / WARP
+
+
+def resident(threads: int, registers: int, shared_bytes: int, most_shared_bytes: int) -> int:
+    """Returns the blocks that a multiprocessor holds, by threads, registers per thread and shared memory."""
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+    by_memory = (most_shared_bytes + RESERVED) // (shared_bytes + RESERVED)
+    return max(1, min(by_registers, by_memory, MOST_RESIDENT_THREADS // threads))
 
 
 def channels_last(strides: Strides) -> bool:

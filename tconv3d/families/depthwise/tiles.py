@@ -26,8 +26,6 @@ from .slabs import (
     BARRIERS,
     COPY,
     L2,
-    REGISTERS,
-    RESERVED,
     SECTOR,
     WARP,
     WARPS,
@@ -35,6 +33,7 @@ from .slabs import (
     block_constants,
     channels_last,
     grains,
+    resident,
     sides,
 )
 
@@ -115,13 +114,7 @@ class Tiling:
 
     def resident(self, device: Device) -> int:
         """Returns the blocks per multiprocessor by registers and shared memory."""
-        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
-        return max(
-            1,
-            min(
-                by_registers, (device.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED), 2048 // self.threads
-            ),
-        )
+        return resident(self.threads, self.registers, self.shared_bytes, device.shared_bytes)
 
     @property
     def blocks(self) -> tuple[int, int, int]:

@@ -26,14 +26,13 @@ from .slabs import (
     BARRIERS,
     COPY,
     L2,
-    REGISTERS,
-    RESERVED,
     WARP,
     WARPS,
     Slab,
     block_constants,
     channels_last,
     grains,
+    resident,
     sides,
 )
 
@@ -102,13 +101,7 @@ class Tiling:
 
     def resident(self, device: Device) -> int:
         """Returns the blocks per multiprocessor by registers and shared memory."""
-        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
-        return max(
-            1,
-            min(
-                by_registers, (device.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED), 2048 // self.threads
-            ),
-        )
+        return resident(self.threads, self.registers, self.shared_bytes, device.shared_bytes)
 
     @property
     def blocks(self) -> tuple[int, int, int]:
