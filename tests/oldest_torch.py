@@ -22,7 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ("tests/api/test_modules.py", "tests/torch_ops/test_flops.py", "tests/torch_ops/test_transforms.py")
-TESTS = (*SHORT, "tests/api/test_accelerate.py", "tests/api/test_graphs.py", "tests/distributed/test_rules.py")
+TESTS = (
+    *SHORT,
+    *(f"tests/api/test_{name}.py" for name in ("accelerate", "compiling", "forwards", "fuse", "fusing", "graphs")),
+    "tests/distributed/test_rules.py",
+    "tests/tails/test_recording.py",
+)
 DOWNLOAD_SECONDS = 120  # for the download and installation of a wheel of 0.9 GB
 
 
