@@ -16,6 +16,7 @@ EPS = 1e-3  # eps of the GroupNorm
 # statistics of rounded or unrounded values, the gradient of the ReLU's input, and the results.
 NORM_ROUNDINGS = 6
 
+REFERENCE_UNIT = 1e-14  # relative error of the reference itself, which counts where our results are float64 too
 TF32_UNIT = 1e-3  # relative error of an operand that is rounded or truncated to TF32
 
 Tensors = dict[str, Tensor]
@@ -35,7 +36,12 @@ def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor)
         masked = masked * factor
     exact = _passes(case, operands, masked)
     largest = _passes(case, _absolute(operands), None if masked is None else masked.abs())
-    found = {name: (exact[name], allowed_error(exact[name], largest[name], result_type(case))) for name in exact}
+    # PyTorch's float64 sums are the reference: hundreds of equal terms leave them 3e-15 away from the exact sum.
+    own = REFERENCE_UNIT * (case.dtype == "float64")
+    found = {
+        name: (exact[name], allowed_error(exact[name], largest[name], result_type(case)) + own * largest[name])
+        for name in exact
+    }
     if case.epilogue == "relu":
         found["result"] = found["result"][0].relu(), found["result"][1]
     if factor is not None and residual is not None:
