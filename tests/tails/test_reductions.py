@@ -102,7 +102,7 @@ def test_channels_of_any_number(size: int, layout: torch.memory_format) -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
 def test_ties_and_nan(layout: torch.memory_format) -> None:
-    """Of equal numbers the first one counts, and a NaN is larger than all others."""
+    """The first one of equal numbers counts, and a NaN is larger than all others."""
     random = torch.Generator().manual_seed(5)
     weight = torch.eye(16)[:, :, None, None, None]
     layer = nn.ConvTranspose3d(16, 16, 1, bias=False)

@@ -285,7 +285,7 @@ def test_fragments_are_loaded_without_bank_conflicts() -> None:
             problem = problem_of(name, which, "float32", last=True)
             for found in mma_planner.predicted(problem, gpus.GPUS["A100"].device, 4):
                 box, (step_d, step_h, _) = found.box, found.work.halo_steps
-                lines = product(range(box.tile[0]), range(box.tile[1]))  # of the first batch item
+                lines = product(range(box.tile[0]), range(box.tile[1]))  # lines of the box in the first batch item
                 slots = [d * step_d * box.sheet + h * step_h * box.line for d, h in lines]
                 for first in range(len(slots) - 7):
                     assert len({slot % 8 for slot in slots[first : first + 8]}) == 8, (name, which, box)
