@@ -314,9 +314,10 @@ def _explain_call(wanted: Mapping[Pass, Problem], device: Device, gpu: Gpu | Non
     with planner.meeting(wanted, device):
         choice = choosing.choice(wanted, device, settings, present)
         plans = {which: plan for plan in planner.plans_of(choice.cover, wanted, device) for which in plan.passes}
-    times = [each.microseconds for each in choice.answers if isinstance(each, Offer) and each.kernel == PYTORCH]
+    offers = [each for each in choice.answers if isinstance(each, Offer)]
+    times = [each.microseconds for each in offers if each.kernel == PYTORCH]
     theirs = next((time for time in times if not isinf(time)), None)
-    later = choosing.measures(device, settings[0], present)
+    later = choosing.measures(wanted, offers, device, settings[0], present)
     measured = "not measured yet: offers are timed at the first call" if later else ""
     measured = measured if choice.winner is None else str(choice.winner)
     for which, problem in wanted.items():
