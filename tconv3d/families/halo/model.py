@@ -309,9 +309,9 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     memory *= costs.streaming if streams(build, job) else 1.0
     around = rows_cycles(build, job, costs)
     if build.division is Division.BLOCKS:
-        around += adding_cycles(tiling, job, costs)
+        around += adding_cycles(tiling.portions, job, costs)
     if build.division is Division.LAST_TILES:
-        around += _piecing_cycles(build, multiprocessors, costs)
+        around += piecing_cycles(build, multiprocessors, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start + around
 
 
@@ -333,12 +333,12 @@ def rows_cycles(build: Build, job: Job, costs: Costs) -> float:
     return costs.rows + 2 * job.read_bytes / costs.rows_bytes
 
 
-def adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:
+def adding_cycles(portions: int, job: Job, costs: Costs) -> float:
     """Returns the cycles of the launch that adds up the portions."""
-    return costs.adding + 4 * (tiling.portions + 1) * job.written_count / costs.added_bytes
+    return costs.adding + 4 * (portions + 1) * job.written_count / costs.added_bytes
 
 
-def _piecing_cycles(build: Build, multiprocessors: int, costs: Costs) -> float:
+def piecing_cycles(build: Build, multiprocessors: int, costs: Costs) -> float:
     """Returns the cycles of the launch that adds up pieces of divided tiles: it reads two pieces and writes one."""
     piece = 4 * build.round_slabs * SLAB * build.columns
     return costs.adding + 3 * multiprocessors * piece / costs.pieced_bytes

@@ -19,8 +19,11 @@ from .job import Job
 from .measured import CHOICES, COSTS, HALVES
 from .model import (
     COPY_BYTES,
+    SHARED_BYTES,
     March,
+    adding_cycles,
     cycles,
+    piecing_cycles,
     planes_fed,
     remaining,
     rows_cycles,
@@ -48,8 +51,11 @@ class Least:
         self.costs = costs = COSTS if build.item_bytes == 4 else HALVES
         kinds = build.kinds if build.own_shifts else build.kinds[:1]
         of_all = sum(kind.count for kind in kinds)
-        # Cycles of the products of a round of slabs, with the waits for panels and operands.
-        self.round = sum(kind.count * self._round(kind) for kind in kinds) / of_all
+        # Cycles of the products of a round of slabs, with the waits for panels and operands: of the kind of variant
+        # with the most taps, of the kind with the fewest, and on average.
+        rounds = [self._round(kind) for kind in kinds]
+        self.longest_round, self.shortest_round = rounds[0], rounds[-1]
+        self.round = sum(kind.count * each for kind, each in zip(kinds, rounds, strict=True)) / of_all
         panel_bytes = sum(kind.count * kind.panel_bytes for kind in kinds) / of_all
         self.streamed = 0.0 if build.weights.resident else panel_bytes  # bytes of panels for a round of slabs
         self.store = self._store()
@@ -63,16 +69,25 @@ class Least:
         memory = moved * build.item_bytes / costs.memory_bytes
         self.memory = memory * (costs.streaming if streams(build, job) else 1.0)
         self.around = costs.start + rows_cycles(build, job, costs)
+        if build.division is Division.LAST_TILES:
+            self.around += piecing_cycles(build, multiprocessors, costs)
+        self._rooms_of: tuple[float, list[tuple[int, float]]] = (-1.0, [])  # the last result of `_rooms`
         self._prepare_loads()
 
     def _round(self, kind: VariantKind) -> float:
         """Returns the cycles for a round of slabs of a kind of variant, with the waits for panels and operands."""
         build, costs = self.build, self.costs
-        multiply = build.round_slabs * kind.cycles_per_slab * costs.product
+        multiplied, norm = build.round_slabs * costs.product, costs.supply
         if build.skips and build.division is not Division.LAST_TILES:
-            multiply *= remaining(build, self.job, costs)
-        if not build.weights.resident:
-            multiply = max(multiply, kind.panels * costs.slot / (build.block.slots - 1))
+            multiplied *= remaining(build, self.job, costs)
+        resident, divided = build.weights.resident, build.division is Division.CONSUMERS
+        supply = 0.0 if resident else kind.panels * costs.slot / (build.block.slots - 1)
+        multiply = multiplied * kind.cycles_per_slab
+        if build.input.copied:
+            streamed = 0 if resident else kind.panel_bytes
+            multiply = max(multiply, multiplied * kind.shared_cycles + costs.filled * streamed / SHARED_BYTES)
+        smooth = build.input.copied or divided
+        multiply = (multiply**norm + supply**norm) ** (1 / norm) if smooth else max(multiply, supply)
         multiply = waiting_less(multiply, build, costs)
         if build.input is Input.LINES:
             turns = line_turns(build) * build.stages_filled
@@ -80,7 +95,8 @@ class Least:
         if build.strict:
             sums = build.tile.slabs * build.columns / 2
             multiply += kind.panels * build.additions_per_panel * (costs.strict_panel + costs.strict_sum * sums)
-        return multiply + kind.panels / build.turns * min(costs.panel, costs.supplied, costs.streamed)
+        of_a_panel = costs.panel if resident else min(costs.supplied, costs.streamed)
+        return multiply + kind.panels / build.turns * of_a_panel
 
     def _store(self) -> float:
         """Returns the fewest cycles of the stores for a round of slabs, in a march for one plane."""
@@ -185,7 +201,10 @@ class Least:
         products = max(rounds, fewest * portion) * self.round + max(rounds, fewest) * self.store
         load = fewest * portion * self._least_loading()
         work = (load**p + products**p) ** (1 / p) + fewest * self.each
-        around = self.around + (costs.adding if build.division is Division.BLOCKS else 0.0)
+        if build.own_shifts:
+            longest = portion * self.longest_round + self.store
+            work = max(work, ((portion * self._least_loading()) ** p + longest**p) ** (1 / p) + self.each)
+        around = self.around + (adding_cycles(1, job, costs) if build.division is Division.BLOCKS else 0.0)
         return ROUNDING * ((work**p + self.memory**p) ** (1 / p) + around)
 
     def room(self, most: float) -> float:
@@ -219,12 +238,37 @@ class Least:
         rows = tiling.rows
         load = self._loading(tiling, rows)
         moved = rows * self.row_bytes + rounds * self.streamed
-        of_a_tile = ((portion * load) ** p + products**p + (portion * moved / costs.cache_bytes) ** p) ** (1 / p)
-        of_a_tile += self.each
+        beside = (portion * load) ** p + (portion * moved / costs.cache_bytes) ** p
+        of_a_tile = (beside + products**p) ** (1 / p) + self.each
         once = costs.first * load / self.stages_filled
+        if build.own_shifts:
+            longest, shortest = (
+                ((portion * load) ** p + (rounds * (portion * each + self.store)) ** p) ** (1 / p) + self.each
+                for each in (self.longest_round, self.shortest_round)
+            )
+            return max(times * of_a_tile + costs.uneven * shortest, longest) + once > room
         if times * of_a_tile + once > room:
             return True
         return divided and self._times(tiling, portions) * of_a_tile + once > room
+
+    def _rooms(self, most: float) -> list[tuple[int, float]]:
+        """Returns the numbers of portions to try, each with `room` beside the launch that adds the portions up."""
+        if self._rooms_of[0] != most:
+            chunks = self.build.chunks
+            counts = {ceil_div(chunks, each) for each in range(1, chunks)}
+            rooms = [(n, self.room(most - adding_cycles(n, self.job, self.costs))) for n in counts]
+            self._rooms_of = most, rooms
+        return self._rooms_of[1]
+
+    def portions(self, tiling: Tiling, most: float) -> Iterator[int]:
+        """Yields the numbers of portions, for which there are multiprocessors, that may take at most `most` cycles.
+
+        If there are too few multiprocessors for two, the only number is 1.
+        """
+        at_once = self.multiprocessors // tiling.work(self.build)
+        for n, room in self._rooms(most) if at_once > 1 else [(1, self.room(most))]:
+            if n <= max(at_once, 1) and not self.exceeds(tiling, room, n):
+                yield n
 
     def _times(self, tiling: Tiling, portions: int) -> float:
         """Returns how many tiles, or planes of a march, the busiest multiprocessor has."""
@@ -237,15 +281,6 @@ class Least:
             return ceil_div(tiling.count * build.column_tiles * portions, self.multiprocessors)
         work, blocks = tiling.work(build), tiling.blocks(build, self.multiprocessors)
         return work / blocks if build.own_shifts else ceil_div(work, blocks)
-
-
-def _portions(build: Build, tiling: Tiling, multiprocessors: int) -> list[int]:
-    """Returns the numbers of portions for which there are multiprocessors, or 1 if there are too few for two."""
-    most = multiprocessors // tiling.work(build)
-    if most < 2:
-        return [1]
-    counts = {ceil_div(build.chunks, chunks) for chunks in range(1, build.chunks)}
-    return [n for n in counts if n <= most]
 
 
 def least(build: Build, job: Job, multiprocessors: int) -> Least | None:
@@ -278,7 +313,7 @@ def _best_tiling(bounds: Least, most: float) -> tuple[float, Tiling] | None:
         return rounds * bounds.of_a_round + tiles * bounds.of_a_tile <= room
 
     for place, tiling in in_order(build, job.batch, job.positions, job.read_size, worth):
-        for made in _made(bounds, tiling, limited, room):
+        for made in _made(bounds, tiling, limited, most, room):
             cost = cycles(build, made, job, bounds.multiprocessors)
             if cost <= most and (best is None or (cost, place) < best[:2]):
                 best, most = (cost, place, made), cost
@@ -286,15 +321,14 @@ def _best_tiling(bounds: Least, most: float) -> tuple[float, Tiling] | None:
     return None if best is None else (best[0], best[2])
 
 
-def _made(bounds: Least, tiling: Tiling, limited: bool, room: float) -> Iterator[Tiling]:
-    """Yields the ways to use a tiling that may take at most `room` cycles: shared or not, in several portions."""
+def _made(bounds: Least, tiling: Tiling, limited: bool, most: float, room: float) -> Iterator[Tiling]:
+    """Yields the ways to use a tiling that may take at most `most` cycles: shared or not, in several portions."""
     build, job, multiprocessors = bounds.build, bounds.job, bounds.multiprocessors
     if build.division is Division.BLOCKS:
         if limited and 2 * tiling.work(build) > multiprocessors:
             return  # there are too few multiprocessors for two portions of every tile
-        for portions in _portions(build, tiling, multiprocessors):
-            if not bounds.exceeds(tiling, room, portions):
-                yield replace(tiling, portions=portions)
+        for portions in bounds.portions(tiling, most):
+            yield replace(tiling, portions=portions)
         return
     if build.division is Division.LAST_TILES:
         if limited and tiling.work(build) > MAX_ROUNDS * multiprocessors:

@@ -53,7 +53,7 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
     # A box without padding and without bank conflicts gives a lower bound of the cost of the box.
-    bare = [made for box in boxes(size, layer.per_word) for made in Contents(tiling, box).padded(room)]
+    bare = [made for box in boxes(size, layer.per_word) for made in Contents.of(tiling, box).padded(room)]
     least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare}
     best, cost = None, inf
     for box in sorted(least, key=lambda box: least[box]):

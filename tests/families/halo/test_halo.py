@@ -33,7 +33,7 @@ from tconv3d.families.halo import candidates, loading
 from tconv3d.families.halo import model as halo_model
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo import search as halo_search
-from tconv3d.families.halo.build import Input, ceil_div
+from tconv3d.families.halo.build import Division, Input, ceil_div
 from tconv3d.families.halo.constants import constants
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.packing import pack
@@ -454,6 +454,10 @@ def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, st
                         tiles = ceil_div(tiling.slabs, build.round_slabs) * tiling.count * least.of_a_round
                         assert tiles + tiling.count * least.of_a_tile <= least.room(takes), (build, tiling)
                         assert least.exceeds(tiling, least.room(0.05 * takes))
+                        if build.division is Division.BLOCKS:
+                            takes = halo_model.cycles(build, replace(tiling, portions=2), job, multiprocessors)
+                            room = least.room(takes - halo_model.adding_cycles(2, job, least.costs))
+                            assert least.any_tiling <= takes and not least.exceeds(tiling, room, 2)
                         looked_at += 1
     assert looked_at > 100
 
