@@ -73,6 +73,7 @@ class _BoxWork(NamedTuple):
     """What the bound needs to know of a box."""
 
     box: Box
+    slots: int
     halo_items: int
     tiles: int
     positions: int
@@ -117,7 +118,7 @@ class _Bound:
         build = next(model.builds(self.work, shape))
         one = Candidate(self.work, build, box, self.copy, self.item_bytes, self.with_rows)
         waste = one.sector_waste if self.lines else 1.0
-        return _BoxWork(box, box.halo_items, prod(box.tiles), box.positions, one.torn, waste)
+        return _BoxWork(box, box.slots, box.halo_items, prod(box.tiles), box.positions, one.torn, waste)
 
     def _steps_of(self, rows: int) -> float:
         """Returns the steps of a chunk of an average block, with so many rows of taps per step."""
@@ -127,7 +128,7 @@ class _Bound:
         return self._steps[rows]
 
     def _cycles(self, shape: Shape, boxes: Iterable[_BoxWork]) -> Iterator[tuple[Box, float]]:
-        """Yields each box with the bound."""
+        """Yields each box that may fit shared memory with the bound."""
         tiles_m, tiles_n, warps_m, warps_n, k_steps_of_chunk, blocks = shape
         work, item_bytes, side = self.work, self.item_bytes, self.work.side
         warps, columns = warps_m * warps_n, 8 * tiles_n * warps_n
@@ -145,7 +146,12 @@ class _Bound:
         rounding = 4 * model.ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if work.strict:
             rounding = 4 * model.SPLIT_INSTRUCTIONS * a_loads + model.ADD_INSTRUCTIONS * tiles
-        steps = self._steps_of(model.rows_of_step(work, tiles_m * tiles_n * k_steps_of_chunk * work.products)[-1])
+        rows = model.rows_of_step(work, tiles_m * tiles_n * k_steps_of_chunk * work.products)
+        steps = self._steps_of(rows[-1])
+        # Shared memory has at least two halos, each slot with 8 bytes beside it, and two stages of weights.
+        slots = (self.device.shared_bytes - 2 * rows[0] * self.inner * tap_bytes) / (
+            8 + 2 * k_steps_of_chunk * model.K_STEP
+        )
         control = model.STEP_INSTRUCTIONS * steps + model.HALO_INSTRUCTIONS * self.sources
         control = warps * chunks * (control + model.ROW_INSTRUCTIONS * self.rows * self.windows)
         issued = multiplies + a_loads + b_bytes / 512 + rounding + control
@@ -159,6 +165,8 @@ class _Bound:
         p = model.TOGETHER
         multiply = (model.MULTIPLY_CYCLES * multiplies) ** p
         for box in boxes:
+            if box.slots > slots:
+                continue
             halo_bytes = self.sources * box.halo_items * chunks * chunk * item_bytes
             stored = box.positions * stores
             storing = max(

@@ -14,7 +14,6 @@ dy in a block's shared memory.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -178,10 +177,15 @@ def _last(first: float, many: int, second: float, more: int, workers: int) -> fl
     """Returns the cycle in which the last block ends: `many` blocks of `first` cycles, then `more` blocks of `second`
     cycles, each on the multiprocessor that becomes free first."""
     rounds, rest = divmod(many, workers)
-    busy = [rounds * first] * (workers - rest) + [(rounds + 1) * first] * rest  # sorted, hence a heap
-    for _ in range(more):
-        heapq.heapreplace(busy, busy[0] + second)
-    return max(busy)
+    # Multiprocessors that become free at the same time get blocks at the same time, so that there are two groups.
+    ends, counts = [rounds * first, (rounds + 1) * first], (workers - rest, rest)
+    last = ends[1] if rest else ends[0]
+    while more > 0:
+        group = 1 if rest and ends[1] < ends[0] else 0
+        ends[group] += second
+        last = max(last, ends[group])
+        more -= counts[group]
+    return last
 
 
 def _parts(o: Operands, tiling: Tiling, bands: int) -> list[tuple[str, int, int]]:

@@ -139,16 +139,21 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
 def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[float, ...]:
     """Returns the cycles of tensor cores, shared memory, issue slots, L2 and exposed latency, for one tile of every
     block of a multiprocessor."""
-    g = layer.geometry
-    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, box.segments)
-    jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
+    jobs = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
+    words = copied_words(layer.geometry, planes, tiling.block_rows, box)
+    return _parts(layer, planes, tiling, box.segments, jobs, words)
+
+
+def _parts(
+    layer: Layer, planes: Planes, tiling: Tiling, segments: int, all_jobs: tuple[float, float], words: float
+) -> tuple[float, ...]:
+    """Returns the parts of `_tile_parts` for jobs of x and of dy, and words that are copied of a channel of dy."""
+    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, segments)
+    jobs_x, jobs_y = all_jobs
     jobs = tiling.blocks * (jobs_x + jobs_y)
     loads_x, loads_y = layer.loads(tiling)
     loaded = jobs_x * loads_x * max(1, layer.vector_x) + jobs_y * loads_y * max(1, layer.vector_y)
-    copied = (
-        box.segments * SEGMENT * tiling.block_in(g)
-        + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
-    )
+    copied = segments * SEGMENT * tiling.block_in(layer.geometry) + words * tiling.block_out
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
     return (
         multiplying,
@@ -159,17 +164,30 @@ def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple
     )
 
 
-def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
-    """Returns a lower bound of `_cost` for this and all smaller numbers of segments.
+@lru_cache(maxsize=1024)
+def _least_of_segment(layer: Layer, planes: Planes, rows: tuple[int, int]) -> tuple[float, float]:
+    """Returns the fewest loads and the fewest copied words per segment and channel of dy, for blocks of `rows`."""
+    loads, words = [], []
+    for segments in SEGMENTS:
+        box = best_wide_box(layer.geometry, planes, rows, segments)
+        along_d, along_h = box.lines(layer.geometry, rows)
+        line = -(-planes.line_words(box.w) // max(1, layer.vector_y)) * len(planes.offsets)
+        loads.append(along_d * along_h * line / segments)
+        words.append(copied_words(layer.geometry, planes, rows, box) / segments)
+    return min(loads), min(words)
 
-    Of the copies it has those of x, and of dy without halos: lines have at least 16 words, of which rounding to whole
-    steps leaves 15.
-    """
-    g, words = layer.geometry, tiling.segments * SEGMENT
-    copied = words * (tiling.block_in(g) + tiling.block_out * g.stride[2] * 15 / 16)
-    loading = tiling.blocks * copied * 4 / L2_BYTES_PER_CYCLE
-    cycles = _joined(*_warp_cycles(layer, planes, tiling, tiling.segments), loading)
-    return ROUNDING * cycles / (tiling.blocks * tiling.segments) * tiling.kinds(g)
+
+def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
+    """Returns a lower bound of `_cost` for this and all smaller numbers of segments."""
+    g, lanes, segments = layer.geometry, 4 if layer.channels_last else 1, tiling.segments
+    loads, words = _least_of_segment(layer, planes, tiling.block_rows)
+    loads_x, loads_y = layer.loads(tiling)
+    jobs = (
+        segments * SEGMENT / max(1, layer.vector_x) * lanes / 32 * -(-tiling.block_in(g) // (lanes * loads_x)),
+        segments * loads * lanes / 32 * -(-tiling.block_out // (lanes * loads_y)),
+    )
+    cycles = _joined(*_parts(layer, planes, tiling, segments, jobs, segments * words))
+    return ROUNDING * cycles / (tiling.blocks * segments) * tiling.kinds(g)
 
 
 def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
