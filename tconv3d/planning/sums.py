@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from .arguments import CONST_POINTER, INT32, INT64, POINTER, STRIDES, WALK, Arguments, Struct
 from .geometry import Triple
@@ -183,3 +184,35 @@ def reduce_parts(
         ),
         overlaps=overlaps,
     )
+
+
+BIAS_PARTS = "bias_parts"  # the region of the workspace with the parts of a bias gradient
+
+
+class WeightSums(NamedTuple):
+    """The launches that add up a weight gradient, and the workspace of the parts, which begins with the weight's."""
+
+    launches: tuple[Launch, ...]
+    bytes: int
+    regions: tuple[tuple[str, int], ...]
+
+
+def weight_sums(p: Problem, splits: int) -> WeightSums:
+    """Returns what adds the parts of the gradient of the weight, and those of the bias if the problem asks for it.
+
+    A part has the weight's elements in the order of its dimensions, or one element for each output channel.
+    """
+    g, item_bytes = p.geometry, accumulator(p.dtype)[1]
+    count, (ci, co, _, _, tap) = g.in_channels * g.out_per_group * g.taps, p.weight
+    weight = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    start = splits * count * item_bytes
+    if not p.bias:
+        return WeightSums((weight,), start, ())
+    end = start + splits * g.out_channels * item_bytes
+    return WeightSums((weight, bias_sum(p, splits, BIAS_PARTS)), end, ((BIAS_PARTS, start),))
+
+
+def bias_sum(p: Problem, splits: int, parts: str = "workspace") -> Launch:
+    """Returns the launch that adds the parts of the gradient of the bias."""
+    channels = p.geometry.out_channels
+    return reduce_parts(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1), parts)

@@ -21,7 +21,7 @@ from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS, even_pairs, power_of_two_up
 from ...planning.side import Side
-from ...planning.sums import reduce_parts
+from ...planning.sums import BIAS_PARTS, weight_sums
 from .arguments import DEPTHWISE, DEPTHWISE_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
@@ -255,25 +255,13 @@ def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: byt
         threads=THREADS,
         shared_bytes=4 * totals,
         pointers=DEPTHWISE_WEIGHT_GRAD.pointers(
-            x="x", dy="dy", parts="workspace", bias_parts="bias_parts" if p.bias else "null"
+            x="x", dy="dy", parts="workspace", bias_parts=BIAS_PARTS if p.bias else "null"
         ),
         scalars=scalars,
     )
-    count = g.groups * g.taps
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits if grid else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
-    launches: tuple[Launch, ...] = main, reduce
-    if p.bias:
-        bias = reduce_parts(p.dtype, g.groups, splits if grid else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
-        launches = main, reduce, bias
-    return Plan(
-        "depthwise_weight_grad",
-        "multiply-adds, walking along depth",
-        launches,
-        splits * (count + (g.groups if p.bias else 0)) * 4,
-        f"{tile}, {splits} parts",
-        (("bias_parts", splits * count * 4),) if p.bias else (),
-    )
+    sums, why = weight_sums(p, splits if grid else 0), "multiply-adds, walking along depth"
+    tile = f"{tile}, {splits} parts"
+    return Plan("depthwise_weight_grad", why, (main, *sums.launches), sums.bytes, tile, sums.regions)
 
 
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes

@@ -20,7 +20,7 @@ from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
-from ...planning.sums import reduce_parts
+from ...planning.sums import BIAS_PARTS, weight_sums
 from .arguments import DEPTHWISE_TILES_WEIGHT_GRAD
 from .slabs import (
     BARRIERS,
@@ -317,7 +317,7 @@ def work(problem: Problem, device: Device) -> Work:
 def plan(problem: Problem, device: Device) -> Plan:
     tiling = _tiling(problem, device)
     assert tiling is not None, problem
-    g, length, slab = problem.geometry, tiling.length(device), tiling.inputs
+    length, slab = tiling.length(device), tiling.inputs
     parts = -(-problem.input_size[0] // length)
     by_h, by_w, chunks = tiling.blocks
     splits = problem.batch * parts * by_h * by_w
@@ -328,7 +328,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         threads=tiling.threads,
         shared_bytes=tiling.shared_bytes,
         pointers=DEPTHWISE_TILES_WEIGHT_GRAD.pointers(
-            x="x", dy="dy", parts="workspace", bias_parts="bias_parts" if problem.bias else "null"
+            x="x", dy="dy", parts="workspace", bias_parts=BIAS_PARTS if problem.bias else "null"
         ),
         scalars=DEPTHWISE_TILES_WEIGHT_GRAD.pack(
             x_strides=problem.input,
@@ -341,22 +341,9 @@ def plan(problem: Problem, device: Device) -> Plan:
             by_parts=parts,
         ),
     )
-    count, (ci, co, _, _, tap) = g.in_channels * g.out_per_group * g.taps, problem.weight
-    sizes, strides = (g.in_channels, g.out_per_group, g.taps), (ci, co, tap)
-    launches = [main, reduce_parts(problem.dtype, count, splits, "dw", sizes, strides)]
-    if problem.bias:
-        launches.append(
-            reduce_parts(problem.dtype, g.out_channels, splits, "db", (1, 1, g.out_channels), (0, 0, 1), "bias_parts")
-        )
+    sums, why = weight_sums(problem, splits), "multiply-adds, planes in shared memory"
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
-    return Plan(
-        KERNEL,
-        "multiply-adds, planes in shared memory",
-        tuple(launches),
-        splits * (count + (g.out_channels if problem.bias else 0)) * 4,
-        f"{tile}, {splits} parts",
-        (("bias_parts", splits * count * 4),) if problem.bias else (),
-    )
+    return Plan(KERNEL, why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts", sums.regions)
 
 
 def _constants(tiling: Tiling, device: Device) -> Constants:

@@ -19,7 +19,7 @@ from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
-from ...planning.sums import reduce_parts
+from ...planning.sums import bias_sum, weight_sums
 from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
@@ -329,10 +329,9 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
             walk=(p.input_size, 32 if lanes_are_positions else 1),
         ),
     )
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    adding = weight_sums(p, splits)
     tile = f"each warp {tile_in} x {tile_out} channels x {taps_w} taps, {splits} parts"
-    return Plan("direct_weight_grad", "multiply-adds, any setting", (main, reduce), splits * count * acc_bytes, tile)
+    return Plan("direct_weight_grad", "multiply-adds, any setting", (main, *adding.launches), adding.bytes, tile)
 
 
 def _vectors_of_rows(p: Problem) -> int:
@@ -384,11 +383,5 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
             walk=((d, h, w), 32 if lanes_are_positions else 1),
         ),
     )
-    reduce = reduce_parts(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1))
-    return Plan(
-        "channel_sum",
-        "one read of the gradient",
-        (main, reduce),
-        splits * channels * acc_bytes,
-        f"{splits} parts",
-    )
+    launches, workspace_bytes = (main, bias_sum(p, splits)), splits * channels * acc_bytes
+    return Plan("channel_sum", "one read of the gradient", launches, workspace_bytes, f"{splits} parts")

@@ -17,7 +17,7 @@ from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
-from ...planning.sums import reduce_parts
+from ...planning.sums import weight_sums
 from .arguments import FEW_WEIGHT_GRAD
 from .tiles import Taps, Tile, best, copied_at_once, tiles
 
@@ -202,8 +202,7 @@ def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
-    p, g = side.problem, side.problem.geometry
-    count = g.in_channels * g.out_per_group * g.taps
+    p = side.problem
     splits = _splits(layout, tile, blocks, device)
     vector, channel_lanes = _vector(layout), _channel_lanes(side)
     lines_d, lines_h = (n * gather.output_step for n, gather in zip(tile.size[:2], side.gathers[:2], strict=True))
@@ -231,15 +230,8 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
             by_tile_lines=lines_h,
         ),
     )
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
-    return Plan(
-        "few_weight_grad",
-        "positions as K on tensor cores, columns of taps",
-        (main, reduce),
-        splits * count * 4,
-        f"{tile}, {splits} parts",
-    )
+    sums, why = weight_sums(p, splits), "positions as K on tensor cores, columns of taps"
+    return Plan("few_weight_grad", why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts")
 
 
 def _vector(layout: Layout) -> int:
