@@ -29,7 +29,16 @@ from .detour import Asking, Planning, behind_copy, placed, renamed
 from .geometry import Geometry, Triple
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted
-from .problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, contiguous_strides
+from .problem import (
+    Device,
+    Pass,
+    Plan,
+    Problem,
+    Strides,
+    channels_last_strides,
+    contiguous_strides,
+    is_channels_last,
+)
 from .scalars import INT32_MAX
 
 KERNEL = "fold"
@@ -149,7 +158,7 @@ def folded(problem: Problem) -> Folded | None:
         taps_first = g.out_channels > 1
     else:
         return None
-    rows = problem.input[1] == 1 and problem.input[4] != 1
+    rows = is_channels_last(problem.input)
     return Folded(g, problem.batch, problem.input_size, problem.item_bytes, taps_first, rows)
 
 

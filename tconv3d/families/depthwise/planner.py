@@ -18,7 +18,7 @@ from ...planning.calibration import Work
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, is_channels_last
 from ...planning.scalars import SCALARS, even_pairs, power_of_two_up
 from ...planning.side import Side
 from ...planning.sums import BIAS_PARTS, weight_sums
@@ -130,8 +130,8 @@ def _walk(problem: Problem) -> Walk:
 
 def _channel_lanes(walk: Walk) -> int:
     """Returns how many neighbouring threads have neighbouring channels; 0 unless tensors are channels-last."""
-    y, groups = walk.side.y, walk.side.problem.geometry.groups
-    return min(32, power_of_two_up(groups)) if y[1] == 1 and y[4] != 1 else 0
+    groups = walk.side.problem.geometry.groups
+    return min(32, power_of_two_up(groups)) if is_channels_last(walk.side.y) else 0
 
 
 def _patch(channel_lanes: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from ...planning.calibration import Work
 from ...planning.geometry import Axis, Gather, Triple
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
 from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
@@ -31,7 +31,6 @@ from .slabs import (
     WARPS,
     Slab,
     block_constants,
-    channels_last,
     grains,
     resident,
     sides,
@@ -199,7 +198,7 @@ def _candidates(side: Side, device: Device) -> list[Tiling]:
     problem = side.problem
     _, h, w = side.gathers
     span_h, span_w = _span(h), _span(w)
-    last, groups = channels_last(side.x), problem.geometry.groups
+    last, groups = is_channels_last(side.x), problem.geometry.groups
     found = []
     for tile_h, tile_w in TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
@@ -262,7 +261,7 @@ def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | Non
 
 def _tiling(problem: Problem, device: Device) -> Tiling | None:
     """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
-    types = problem.dtype, problem.activation, channels_last(problem.input), channels_last(problem.output)
+    types = problem.dtype, problem.activation, is_channels_last(problem.input), is_channels_last(problem.output)
 
     def cost(choice: Choice, _: float) -> float:
         tiling = _of_choice(problem, device, choice)

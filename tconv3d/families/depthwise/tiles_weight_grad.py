@@ -17,7 +17,7 @@ from ...planning.calibration import Work
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
 from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
 from ...planning.sums import BIAS_PARTS, weight_sums
@@ -30,7 +30,6 @@ from .slabs import (
     WARPS,
     Slab,
     block_constants,
-    channels_last,
     grains,
     resident,
     sides,
@@ -177,7 +176,7 @@ class Tiling:
 def _candidates(problem: Problem, device: Device) -> list[Tiling]:
     _, h, w = problem.geometry.axes
     spans = tuple(axis.dilation * (axis.kernel - 1) + 1 for axis in (h, w))
-    last, groups, item = channels_last(problem.output), problem.geometry.groups, problem.item_bytes
+    last, groups, item = is_channels_last(problem.output), problem.geometry.groups, problem.item_bytes
     g = problem.geometry
     pairs = [(i, o) for i in range(g.in_per_group) for o in range(g.out_per_group)]
     grains_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)
@@ -265,7 +264,7 @@ def _tiling(problem: Problem, device: Device) -> Tiling | None:
         return inf if tiling is None else tiling.cycles(tiling.length(device), device)
 
     choice = _repertoire.choose(
-        (problem.geometry, problem.dtype, problem.bias, channels_last(problem.output), device),
+        (problem.geometry, problem.dtype, problem.bias, is_channels_last(problem.output), device),
         (problem.batch, problem.input_size),
         lambda: _own(problem, device),
         lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
@@ -286,7 +285,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the sums of the taps do not fit the registers"
     if problem.bias and not g.own_taps_cover:
         return "no set of taps reads every output once, as a bias's gradient needs it"
-    if channels_last(problem.input) != channels_last(problem.output):
+    if is_channels_last(problem.input) != is_channels_last(problem.output):
         return "only one of x and dy is channels-last"
     if (
         problem.batch * prod(problem.input_size) * g.in_channels * g.out_per_group >= 2**31

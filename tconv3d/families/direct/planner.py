@@ -16,7 +16,16 @@ from ...planning.calibration import Work
 from ...planning.geometry import Gather
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
+from ...planning.problem import (
+    Device,
+    Pass,
+    Plan,
+    Problem,
+    Strides,
+    channels_last_strides,
+    is_channels_last,
+    last_offset,
+)
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
 from ...planning.sums import bias_sum, weight_sums
@@ -259,7 +268,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
 
 def _lanes_are_positions(*tensors: Strides) -> bool:
     """Returns whether neighbouring lanes read neighbouring positions: true unless all tensors are channels-last."""
-    return not all(strides[1] == 1 and strides[4] != 1 for strides in tensors)
+    return not all(map(is_channels_last, tensors))
 
 
 def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Device) -> int:

@@ -14,7 +14,7 @@ from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, last_offset
+from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
 from ...planning.sums import weight_sums
@@ -244,7 +244,7 @@ def _vector(layout: Layout) -> int:
 
 def _channel_lanes(side: Side) -> int:
     """Returns how many neighbouring threads copy neighbouring channels: 8 if channels are contiguous, else 1."""
-    return 8 if side.y[1] == 1 and side.y[4] != 1 else 1
+    return 8 if is_channels_last(side.y) else 1
 
 
 def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> Constants:

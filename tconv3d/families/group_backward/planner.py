@@ -21,7 +21,7 @@ from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, dense_strides
 from ...planning.scalars import SCALARS
 from ...planning.sums import Parts, sum_of_parts
 from .arguments import GROUP_BACKWARD
@@ -234,25 +234,22 @@ def _other_warps(p: Problem) -> tuple[int, int]:
 
 
 def _dense(p: Problem) -> bool:
-    g, layout = p.geometry, channels_last if _last(p) else dense_strides
+    g, layout = p.geometry, channels_last_strides if _last(p) else dense_strides
     shape = (g.in_channels, g.out_per_group, *g.kernel)
     return (
         p.aligned
         and p.input == layout((p.batch, g.in_channels, *p.input_size))
         and p.output == layout((p.batch, g.out_channels, *p.output_size))
-        and (p.weight == dense_strides(shape) or (p.which is Pass.INPUT_GRAD and p.weight == channels_last(shape)))
+        and (
+            p.weight == dense_strides(shape)
+            or (p.which is Pass.INPUT_GRAD and p.weight == channels_last_strides(shape))
+        )
     )
 
 
 def _whole_pieces(p: Problem) -> bool:
     g = p.geometry
     return all(bundled(g) * n * p.item_bytes % 16 == 0 for n in (g.in_per_group, g.out_per_group))
-
-
-def channels_last(shape: tuple[int, ...]) -> Strides:
-    n, c, *size = shape
-    batch, *others, channel = dense_strides((n, *size, c))
-    return (batch, channel, *others)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

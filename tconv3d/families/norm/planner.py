@@ -14,7 +14,7 @@ from math import prod
 
 from ...planning.arguments import Arguments
 from ...planning.launch import Constants, Launch
-from ...planning.problem import ITEM_BYTES, Device, Plan, Problem
+from ...planning.problem import ITEM_BYTES, Device, Plan, Problem, is_channels_last
 from ...planning.scalars import SCALARS, accumulator
 from ...planning.sums import reduce_parts
 from .arguments import (
@@ -162,7 +162,7 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
     if plan.moments:
         plan = replace(plan, tile=f"{plan.tile}; leaves the moments of its result")
     else:
-        last = problem.output[1] == 1 and problem.output[4] != 1
+        last = is_channels_last(problem.output)
         activation = Activation(problem.batch, channels, prod(problem.output_size), problem.dtype, last)
         strips = Strips.of(activation, device)
         start = ceil_div(plan.workspace_bytes, 256) * 256
