@@ -111,19 +111,16 @@ def _work(cover: Cover, device: Device) -> Work:
 def _launch(problem: Problem) -> Launch:
     shape = aligned_shape(problem)
     vectors = prod(shape) // VECTOR
-    return Launch(
-        kernel=KERNEL,
-        constants=(("kThreads", THREADS), ("kMinBlocks", 4), ("kAtOnce", AT_ONCE)),
-        grid=(-(-vectors // (THREADS * AT_ONCE)), 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=ALIGN.pointers(source="dy", target=ALIGNED),
-        scalars=ALIGN.pack(
-            elements=prod(shape_of(problem)),
-            width=problem.output_size[2],
-            vectors=vectors,
-            by_line=shape[4] // VECTOR,
-        ),
+    return ALIGN.launch(
+        -(-vectors // (THREADS * AT_ONCE)),
+        THREADS,
+        (("kAtOnce", AT_ONCE),),
+        {"source": "dy", "target": ALIGNED},
+        min_blocks=4,
+        elements=prod(shape_of(problem)),
+        width=problem.output_size[2],
+        vectors=vectors,
+        by_line=shape[4] // VECTOR,
     )
 
 

@@ -108,11 +108,10 @@ class Folded:
         whole_vectors = aligned and whole[4] == 1 and not any(stride % at_once for stride in whole[:4])
         folded_vectors = tap == 1 and not any(stride % at_once for stride in (item, channel, position))
         vectors = (folded_vectors, whole_vectors) if back else (whole_vectors, folded_vectors)
-        return Launch(
-            kernel=KERNEL,
-            constants=(
-                ("kThreads", THREADS),
-                ("kMinBlocks", 1),
+        return FOLD.launch(
+            -(-runs // THREADS),
+            THREADS,
+            (
                 ("Word", WORDS[self.item_bytes]),
                 ("kRun", kw),
                 ("kBack", back),
@@ -120,25 +119,20 @@ class Folded:
                 ("kReadVectors", vectors[0]),
                 ("kWriteVectors", vectors[1]),
             ),
-            grid=(-(-runs // THREADS), 1, 1),
-            threads=THREADS,
-            shared_bytes=0,
-            pointers=FOLD.pointers(source=source, target=target),
-            scalars=FOLD.pack(
-                whole_strides=whole,
-                item=item,
-                channel=channel,
-                tap=tap,
-                position=position,
-                runs=runs,
-                kernel_d=kd,
-                by_positions=d * h * w,
-                by_lines=kd * kh,
-                by_channels=self.geometry.out_channels,
-                by_w=w,
-                by_h=h,
-                by_kernel_h=kh,
-            ),
+            {"source": source, "target": target},
+            whole_strides=whole,
+            item=item,
+            channel=channel,
+            tap=tap,
+            position=position,
+            runs=runs,
+            kernel_d=kd,
+            by_positions=d * h * w,
+            by_lines=kd * kh,
+            by_channels=self.geometry.out_channels,
+            by_w=w,
+            by_h=h,
+            by_kernel_h=kh,
         )
 
 

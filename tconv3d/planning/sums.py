@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .arguments import CONST_POINTER, INT32, INT64, POINTER, STRIDES, WALK, Arguments, Struct
 from .geometry import Triple
@@ -72,7 +72,7 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
 
     Several warps share the parts of an element only if a result then needs at most `most_blocks` blocks.
     """
-    places, sizes, blocks = dict[str, str](), dict[str, dict[str, int]](), 0
+    places, sizes, blocks = dict[str, str](), dict[str, Any](), 0
     sums = (*sums, *(NOTHING,) * (MOST - len(sums)))
     for name, each in zip(("first", "second", "third"), sums, strict=True):
         blocks_by_slices = {s: -(-each.count // (4 * THREADS // s)) for s in (1, 2, 4, 8)}
@@ -84,16 +84,7 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
         counts = {"count": each.count, "pitch": each.pitch, "parts": each.number, "slices": slices}
         sizes[name] = {**counts, "first_block": blocks, "blocks": own}
         blocks += own
-    return Launch(
-        kernel="reduce_gradients",
-        constants=(("kThreads", THREADS), ("kMinBlocks", 1), ("Scalar", SCALARS[dtype])),
-        grid=(blocks, 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=REDUCE_GRADIENTS.pointers(**places),
-        scalars=REDUCE_GRADIENTS.pack(**sizes),
-        overlaps=True,
-    )
+    return REDUCE_GRADIENTS.launch(blocks, THREADS, (("Scalar", SCALARS[dtype]),), places, overlaps=True, **sizes)
 
 
 REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned
@@ -165,24 +156,17 @@ def reduce_parts(
     threads, acc_bytes = 256, accumulator(dtype)[1]
     lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
     outer, middle, inner = strides
-    return Launch(
-        kernel="reduce",
-        constants=(
-            ("kThreads", threads),
-            ("kMinBlocks", 1),
-            ("Scalar", SCALARS[dtype]),
-            ("Acc", accumulator(dtype)[0]),
-            ("kLanes", lanes),
-            ("kOverlaps", overlaps),
-        ),
-        grid=(-(-count * lanes // threads), 1, 1),
-        threads=threads,
+    return REDUCE.launch(
+        -(-count * lanes // threads),
+        threads,
+        (("Scalar", SCALARS[dtype]), ("Acc", accumulator(dtype)[0]), ("kLanes", lanes), ("kOverlaps", overlaps)),
+        {"parts": parts, "result": result},
         shared_bytes=threads * acc_bytes if lanes > 1 else 0,
-        pointers=REDUCE.pointers(parts=parts, result=result),
-        scalars=REDUCE.pack(
-            strides=(outer, 0, middle, 0, inner), count=count, splits=splits, walk=((sizes[1], 1, sizes[2]), 1)
-        ),
         overlaps=overlaps,
+        strides=(outer, 0, middle, 0, inner),
+        count=count,
+        splits=splits,
+        walk=((sizes[1], 1, sizes[2]), 1),
     )
 
 

@@ -15,7 +15,7 @@ from math import inf, prod
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Triple
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
 from ...planning.repertoire import Repertoire, typical_problems
@@ -320,38 +320,32 @@ def plan(problem: Problem, device: Device) -> Plan:
     parts = -(-problem.input_size[0] // length)
     by_h, by_w, chunks = tiling.blocks
     splits = problem.batch * parts * by_h * by_w
-    main = Launch(
-        kernel=KERNEL,
-        constants=_constants(tiling, device),
-        grid=(splits * chunks, 1, 1),
-        threads=tiling.threads,
+    main = DEPTHWISE_TILES_WEIGHT_GRAD.launch(
+        splits * chunks,
+        tiling.threads,
+        _constants(tiling),
+        {"parts": "workspace", "bias_parts": BIAS_PARTS if problem.bias else "null"},
         shared_bytes=tiling.shared_bytes,
-        pointers=DEPTHWISE_TILES_WEIGHT_GRAD.pointers(
-            x="x", dy="dy", parts="workspace", bias_parts=BIAS_PARTS if problem.bias else "null"
-        ),
-        scalars=DEPTHWISE_TILES_WEIGHT_GRAD.pack(
-            x_strides=problem.input,
-            dy_strides=problem.output,
-            x_size=problem.input_size,
-            dy_size=problem.output_size,
-            length=length,
-            by_w=by_w,
-            by_h=by_h,
-            by_parts=parts,
-        ),
+        min_blocks=tiling.resident(device),
+        x_strides=problem.input,
+        dy_strides=problem.output,
+        x_size=problem.input_size,
+        dy_size=problem.output_size,
+        length=length,
+        by_w=by_w,
+        by_h=by_h,
+        by_parts=parts,
     )
     sums, why = weight_sums(problem, splits), "multiply-adds, planes in shared memory"
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
     return Plan(KERNEL, why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts", sums.regions)
 
 
-def _constants(tiling: Tiling, device: Device) -> Constants:
+def _constants(tiling: Tiling) -> Constants:
     problem, inputs = tiling.problem, tiling.inputs
     d, h, w = axes = problem.geometry.axes
     first, last = tiling.shifts
     return (
-        ("kThreads", tiling.threads),
-        ("kMinBlocks", tiling.resident(device)),
         ("Scalar", SCALARS[problem.dtype]),
         ("kGroups", problem.geometry.groups),
         ("kIns", problem.geometry.in_per_group),
