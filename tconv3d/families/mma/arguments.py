@@ -32,6 +32,7 @@ MMA = Arguments(
     y_strides=STRIDES("Strides of y."),
     x_size=EXTENT("Size of x."),
     y_size=EXTENT("Size of y."),
+    x_elements=INT64("Elements of x from its first to its last one."),
     batch=INT32("Batch items."),
     tiles_of_block=INT32("Tiles that a block computes one after the other (kResident)."),
     tile_n=INT32("Batch items of a tile."),
@@ -41,6 +42,7 @@ MMA = Arguments(
     line=INT32("Slots from one line of the halo to the next along h."),
     sheet=INT32("Slots from one line of the halo to the next along d."),
     slots=INT32("Slots of the halo."),
+    list=INT32("Bytes of the list of the items or pairs of a halo, a multiple of 16."),
     store_line=INT32("Elements from one line of y to the next in shared memory."),
     store_pitch=INT32("Elements from one column of y to the next in shared memory."),
     store_lanes=INT32("Lanes that share a line of y: a power of two, at most 32."),
@@ -51,4 +53,5 @@ MMA = Arguments(
     tile_h=DIVIDER("Divides by tile.h."),
     blocks_w=DIVIDER("Divides by the groups of kTilesM positions that a tile has along w."),
     **fields_per_axis("halo", DIVIDER, "Divides by halo.{}."),
+    pairs=DIVIDER("Divides by the pairs of a line of the halo."),
 )

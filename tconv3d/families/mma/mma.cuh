@@ -28,6 +28,7 @@
 
 #include "mma_copies.cuh"
 #include "mma_moments.cuh"
+#include "mma_pairs.cuh"
 #include "mma_stores.cuh"
 #include "mma_tile.cuh"
 
@@ -38,12 +39,13 @@ struct Mma {
   using Tile = MmaTile<C>;
   using Layout = typename Tile::Layout;
   using Scalar = typename C::Scalar;
-  using Copies = MmaCopies<C>;
+  static constexpr bool kByPairs = C::kCopy == 3;
+  using Copies = typename MmaCopiesOf<C, kByPairs>::Type;
   using Stores = MmaStores<C>;
   static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
   static constexpr int kRowWords = Copies::kRowWords, kStageWords = C::kRows * kRowWords;
   static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
-  static constexpr bool kThroughRegisters = Copies::kByHalves;
+  static constexpr bool kThroughRegisters = kByPairs || Copies::kByHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
@@ -63,14 +65,14 @@ struct Mma {
   struct Shared {
     int* table;           // offset in a halo of every window of every row of taps
     unsigned* weights;    // kWeightStages stages of packed weights
-    MmaItem* items;       // list of the items of a halo
+    MmaItem* items;       // list of the items (or pairs) of a halo
     unsigned char* halo;  // kHaloBuffers halos
 
-    __device__ __forceinline__ explicit Shared(int slots)
+    __device__ __forceinline__ explicit Shared(int list)
         : table(dynamic_shared<int>()),
           weights(dynamic_shared<unsigned>() + kTableInts),
           items(reinterpret_cast<MmaItem*>(weights + C::kWeightStages * kStageWords)),
-          halo(reinterpret_cast<unsigned char*>(items + (slots + 1) / 2 * 2)) {}
+          halo(reinterpret_cast<unsigned char*>(items) + list) {}
   };
 
   const Tile& tile;
@@ -385,7 +387,7 @@ struct Mma {
 template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Mma<Config>;
-  const typename Kernel::Shared shared(args.slots);
+  const typename Kernel::Shared shared(args.list);
   const int tiles = Config::kResident ? args.tiles_of_block : 1;
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {

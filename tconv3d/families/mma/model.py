@@ -19,6 +19,18 @@ from ...planning.problem import Device
 from ...planning.side import Side
 from .work import Work
 
+# Kinds of copies of the halo (kCopy): of 16 bytes or of 4 bytes (mma_copies.cuh); through registers of 2 bytes, or of
+# pairs of positions of lines that begin at even elements only, or also at odd ones (mma_pairs.cuh).
+PIECES, WORDS, HALVES, PAIRS, ODD_PAIRS = range(5)
+COPY_BYTES = (16, 4, 2, 32, 32)  # bytes of a copy of each lane, by kind of copy
+JOB_BYTES = (
+    0,
+    0,
+    16,
+    32,
+    32,
+)  # bytes that a thread copies between two rows of taps, by kind of copy; 64 for two pairs
+
 # The unit of all costs is a cycle of one multiprocessor.
 MULTIPLY_CYCLES = 2.0  # cycles per matrix instruction if all four schedulers issue them
 SHARED_BYTES_PER_CYCLE = 128.0  # bytes per cycle of shared memory
@@ -28,7 +40,7 @@ ROWS_BYTES_PER_CYCLE = 12.0  # bytes per cycle and multiprocessor read and writt
 LAUNCH_CYCLES = 5000.0  # cycles that an additional launch costs for its start and end
 ISSUE_PER_CYCLE = 4.0  # instructions issued per cycle, one by each scheduler
 # Instructions of a warp, counted in the machine code that CUDA 13.0 generates for compute capability 8.0 and 9.0.
-COPY_INSTRUCTIONS = 10.0  # instructions per copy of each lane to the halo
+COPY_INSTRUCTIONS = (10.0, 10.0, 18.0, 70.0, 125.0)  # instructions per copy of each lane to the halo, by kind of copy
 WEIGHT_INSTRUCTIONS = 2.0  # instructions per copy of each lane to the weights
 ROUND_INSTRUCTIONS = 2.0  # instructions that round one word to TF32
 SPLIT_INSTRUCTIONS = 9.0  # instructions that split one word into two TF32 numbers
@@ -40,7 +52,6 @@ STORE_INSTRUCTIONS = 12.0  # instructions per store of each lane
 STEP_CYCLES = 250.0  # cycles of a step's barrier and of the wait for its first fragments
 LATENCY_CYCLES = 1200.0  # cycles from the issue of a copy to its arrival in shared memory
 JOB_CYCLES = 700.0  # cycles from the loads of a job (words copied through registers) to its stores in shared memory
-JOB_WORDS = 4  # words per thread and job: kJobWords in mma_copies.cuh
 ROW_CYCLES = 90.0  # cycles that a warp waits for the first fragments of a row of taps
 BLOCK_CYCLES = 2500.0  # cycles of a block before its first product and after its last
 SECTOR = 32  # bytes of a sector of memory
@@ -54,7 +65,8 @@ LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks tak
 K_STEP = 32  # bytes of channels per matrix instruction
 REGISTERS = 65536  # per multiprocessor
 OTHER_REGISTERS = 56  # registers per thread for addresses and counters
-JOB_REGISTERS = 12  # registers per thread for words copied through registers
+JOB_REGISTERS = (0, 0, 12, 14, 26)  # registers per thread for words copied through registers, by kind of copy
+PAIR_REGISTERS = 10  # registers per thread for a second pair of positions
 STORE_BYTES = 49152  # bytes of shared memory that stage stores; at least one column tile of each warp is staged
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system reserves per block
 MAX_CODE = 640  # matrix instructions in the unrolled code of a row of taps
@@ -154,6 +166,15 @@ class Box:
     def halo_lines(self) -> int:
         return self.items * self.halo[0] * self.halo[1]
 
+    @property
+    def halo_pairs(self) -> int:
+        """Pairs of positions along w; a line has one more than it needs if it begins at an even element."""
+        return self.halo_lines * self.line_pairs
+
+    @property
+    def line_pairs(self) -> int:
+        return self.halo[2] // 2 + 1
+
 
 @lru_cache(maxsize=4096)
 def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
@@ -198,7 +219,7 @@ class Candidate:
     work: Work
     build: Build
     box: Box
-    copy: int  # kCopy in mma_copies.cuh: how the halo is copied to shared memory
+    copy: int  # kind of copy of the halo: PIECES to ODD_PAIRS
     item_bytes: int
     rows: bool = False  # another launch first rewrites x as rows of channels
     tiles_of_block: int = 1  # tiles that a block computes one after the other
@@ -272,9 +293,22 @@ class Candidate:
 
     @property
     def copy_bytes(self) -> int:
-        items = -(-self.box.slots // 2) * 16
         halos = self.halo_buffers * self.box.slots * self.build.steps * K_STEP
-        return self.kept_bytes + items + halos
+        return self.kept_bytes + self.list_bytes + halos
+
+    @property
+    def job_pairs(self) -> int:
+        """The pairs of positions that a thread copies between two rows of taps: two if registers suffice."""
+        b = self.build
+        needed = _registers(
+            self.work, 4 * len(self.work.inner.phases) * b.tiles_m * b.tiles_n, b.tiles_m, b.tiles_n, self.copy
+        )
+        return 2 if self.copy == PAIRS and needed + PAIR_REGISTERS <= MAX_REGISTERS else 1
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of the list of items (8 bytes each) or of pairs (16 bytes each) of a halo."""
+        return 16 * (self.box.halo_pairs if self.copy >= PAIRS else -(-self.box.slots // 2))
 
     @property
     def weight_stages(self) -> int:
@@ -342,10 +376,14 @@ class Candidate:
         late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
         waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
         exposed = 0.0
-        if self.copy == 2:  # each row of taps hides one job of copies through registers, further jobs are exposed
-            jobs = -(-self.box.halo_items * 8 * self.build.steps // (JOB_WORDS * self.build.threads))
+        if (
+            self.copy >= HALVES
+        ):  # each row of taps hides one job of copies through registers, further jobs are exposed
+            positions = 2 * self.box.halo_pairs if self.copy >= PAIRS else self.box.halo_items
+            job_bytes = JOB_BYTES[self.copy] * self.build.threads * self.job_pairs
+            jobs = -(-positions * K_STEP * self.build.steps // job_bytes)
             exposed += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
-        if self.copy == 2 or self.work.strict:  # rows of taps are multiplied one by one
+        if self.copy >= HALVES or self.work.strict:  # rows of taps are multiplied one by one
             warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
             exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
         return waiting + self.chunks * exposed / len(self.work.phases)
@@ -379,7 +417,7 @@ class Candidate:
         if self.work.strict:
             rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self.multiplies / self.work.products
         copying = WEIGHT_INSTRUCTIONS / 32 * weight_bytes / 16
-        copying += COPY_INSTRUCTIONS / 32 * halo_bytes / (16, 4, 2)[self.copy]
+        copying += COPY_INSTRUCTIONS[self.copy] / 32 * halo_bytes / COPY_BYTES[self.copy]
         control = STEP_INSTRUCTIONS * self._steps + HALO_INSTRUCTIONS * sources
         control = warps * self.chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
         issued = self.multiplies + a_loads + b_bytes / 512 + rounding + copying + control
@@ -427,7 +465,7 @@ def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> 
     window = 4 * (tiles_m + max(window.span for window in work.windows))
     if work.strict:  # also the low halves of x and of the weight, and the partial sums of two rows of tiles
         window, sums = 2 * window, sums + 10 * tiles_n
-    return sums + window + 2 * tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+    return sums + window + 2 * tiles_n + OTHER_REGISTERS + JOB_REGISTERS[copy]
 
 
 def works(side: Side) -> Iterator[Work]:
@@ -464,9 +502,11 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             if copy and warps_m * warps_n % (2 * steps):
                 continue  # a round of copies has 8 positions for every word of a slot
             needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
-            blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
             if needed > MAX_REGISTERS:
                 continue
+            if copy == PAIRS and needed + PAIR_REGISTERS <= MAX_REGISTERS:
+                needed += PAIR_REGISTERS
+            blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
             for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
                 yield Build(
                     *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),

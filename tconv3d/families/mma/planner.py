@@ -18,13 +18,13 @@ from ...planning.arguments import per_axis
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides
+from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides, last_offset
 from ...planning.repertoire import Repertoire, searched, typical_problems
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.turning import channel_rows
 from .arguments import MMA, MMA_PACK
-from .model import Build, Candidate, candidates, candidates_of
+from .model import HALVES, ODD_PAIRS, PAIRS, PIECES, WORDS, Build, Candidate, candidates, candidates_of
 from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
@@ -36,7 +36,6 @@ PACK_THREADS = 256  # threads per block of mma_pack
 ALIGN = 256  # bytes to which a region of the workspace is aligned
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 PACK_ELEMENTS = 4096  # elements of the weight in the shared memory of a block of mma_pack
-PIECES, WORDS, HALVES = range(3)  # kCopy in mma_copies.cuh: copies of 16 bytes, of 4 bytes, or of 2 via registers
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -186,13 +185,17 @@ def _rows(problem: Problem) -> Launch:
 
 
 def copy_of(side: Side) -> int:
-    """Returns how the halo is copied to shared memory: PIECES, WORDS or HALVES."""
+    """Returns the kind of copy of the halo to shared memory: PIECES, WORDS, HALVES, PAIRS or ODD_PAIRS."""
     p = side.problem
     item = 16 // p.item_bytes
     n, c, *rest = side.x
     if c == 1 and p.aligned and not any(v % item for v in (side.reduced, n, *rest)):
         return PIECES
-    return WORDS if p.item_bytes == 4 else HALVES
+    if p.item_bytes == 4:
+        return WORDS
+    if not p.aligned or side.x != contiguous_strides(_read(p)):
+        return HALVES
+    return ODD_PAIRS if side.x_size[2] % 2 else PAIRS
 
 
 def _halo_span(found: Candidate) -> int:
@@ -448,7 +451,10 @@ def _main(found: Candidate) -> Launch:
         ("kWeightStages", found.weight_stages),
         ("kResident", build.resident),
         ("kHaloBuffers", found.halo_buffers),
-        ("kCopy", found.copy),
+        ("kCopy", min(found.copy, PAIRS)),
+        ("kOddLines", found.copy == ODD_PAIRS),
+        ("kOddEnd", found.copy == ODD_PAIRS and prod(_read(p)) % 2 == 1),
+        ("kJobPairs", found.job_pairs),
         ("kRounds", found.rounds),
         ("kUnitC", side.x[1] == 1),
         ("kLastOut", side.y[4] != 1),
@@ -490,6 +496,7 @@ def _scalars(found: Candidate) -> bytes:
         y_strides=side.y,
         x_size=side.x_size,
         y_size=side.y_size,
+        x_elements=last_offset(_read(side.problem), side.x) + 1,
         batch=side.problem.batch,
         tiles_of_block=found.tiles_of_block,
         tile_n=box.items,
@@ -499,6 +506,7 @@ def _scalars(found: Candidate) -> bytes:
         line=box.line,
         sheet=box.sheet,
         slots=box.slots,
+        list=found.list_bytes,
         store_line=found.store_line,
         store_pitch=found.store_pitch,
         store_lanes=_store_lanes(found),
@@ -509,4 +517,5 @@ def _scalars(found: Candidate) -> bytes:
         tile_h=tile_h,
         blocks_w=tile_w // found.build.tiles_m,
         **per_axis("halo", box.halo),
+        pairs=box.line_pairs,
     )

@@ -320,12 +320,14 @@ MUTANTS = {
     "the row of taps before": ("mma", "windows[kAfter.row % 2]", "windows[0]"),
     "the weights of this tap": ("mma", "load_columns<kNext>(b[kNext % 2]", "load_columns<kNow>(b[kNext % 2]"),
     "channels after the last": ("mma_copies", "if (inside && channel + 1 < C::kReduced)", "if (inside)"),
-    "no bound of the halo": ("mma_copies", "x_w >= 0 && x_w < args.x_size.w", "x_w < args.x_size.w"),
+    "no bound of the halo": ("mma_copies", "x_w >= 0 && x_w < tile", "x_w < tile"),
     "a step too early": ("mma", "ptx::copy_wait<C::kStages - 2>();", "ptx::copy_wait<C::kStages - 1>();"),
     "half of a pair": ("mma_stores", "to[single] = from[single];", "(void)single;"),
 }
 # Mutants in a layer whose halo is copied asynchronously, so that several rows of taps are multiplied at once.
 IN_TF32 = ("the row of taps before",)
+# Mutants in a layer whose halo is copied element by element.
+IN_ROWS = ("channels after the last", "no bound of the halo")
 
 
 @pytest.mark.slow
@@ -338,4 +340,5 @@ def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     found = pytest.raises(AssertionError, match="elements wrong")
     dtype = torch.float32 if name in IN_TF32 else torch.float16
     with on_ampere(), kernel_from(tmp_path / "kernels", "mma"), found:
-        check(layer, dtype, "cpu", operands_of(layer, dtype, CONTIGUOUS), forward_only=True)
+        format = CHANNELS_LAST if name in IN_ROWS else CONTIGUOUS
+        check(layer, dtype, "cpu", operands_of(layer, dtype, format), forward_only=True)
