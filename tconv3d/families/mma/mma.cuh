@@ -39,13 +39,13 @@ struct Mma {
   using Tile = MmaTile<C>;
   using Layout = typename Tile::Layout;
   using Scalar = typename C::Scalar;
-  static constexpr bool kByPairs = C::kCopy == 3;
-  using Copies = typename MmaCopiesOf<C, kByPairs>::Type;
+  using Copies = MmaCopies<C>;
+  using Pairs = MmaPairs<C>;
   using Stores = MmaStores<C>;
   static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
   static constexpr int kRowWords = Copies::kRowWords, kStageWords = C::kRows * kRowWords;
   static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
-  static constexpr bool kThroughRegisters = kByPairs || Copies::kByHalves;
+  static constexpr bool kByPairs = C::kCopy == 3, kThroughRegisters = kByPairs || Copies::kByHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
@@ -84,6 +84,7 @@ struct Mma {
   unsigned base;
   float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
   typename Copies::Jobs jobs;
+  typename Pairs::Jobs pair_jobs;
 
   __device__ __forceinline__ void prepare() {
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -93,10 +94,14 @@ struct Mma {
     halo_bytes = Tile::kPieces * tile.piece_bytes();
     for (int i = threadIdx.x; first && i < tile.rows * C::kWindows; i += C::kThreads)
       shared.table[i] = tile.window_offset(i / C::kWindows, i % C::kWindows);
-    copies.list_items(shared.items);
+    if constexpr (kByPairs) {
+      Pairs(copies).list_pairs(shared.items);
+    } else {
+      copies.list_items(shared.items);
+    }
     base = ptx::shared_address(shared.halo) + lane / 16 * tile.piece_bytes() +
            tile.base(tile.position(warp_m, lane % 16, 0));
-    jobs.next = jobs.count = 0;
+    jobs.next = jobs.count = pair_jobs.next = pair_jobs.count = 0;
   }
 
   __device__ __forceinline__ void start_from_bias() {
@@ -148,8 +153,11 @@ struct Mma {
   }
   // Starts the copy of a halo through registers, which proceeds while the previous halo is multiplied.
   __device__ __forceinline__ void begin_jobs(int halo, int chunk, int source) {
-    if constexpr (kThroughRegisters) {
-      if (chunk < Layout::kChunks) copies.begin(jobs, shared.halo + halo * halo_bytes, chunk, source);
+    if (chunk >= Layout::kChunks) return;
+    if constexpr (kByPairs) {
+      Pairs(copies).begin(pair_jobs, shared.halo + halo * halo_bytes, chunk, source);
+    } else if constexpr (kThroughRegisters) {
+      copies.begin(jobs, shared.halo + halo * halo_bytes, chunk, source);
     }
   }
   __device__ __forceinline__ void begin_jobs_after(const Cursor& at) {
@@ -157,10 +165,15 @@ struct Mma {
     const bool last = source == tile.sources;
     begin_jobs(halo, at.chunk + (last ? 1 : 0), last ? 0 : source);
   }
-  __device__ __forceinline__ void finish_jobs() {
-    if constexpr (kThroughRegisters) {
-      while (jobs.next < jobs.count) copies.advance(jobs);
+  __device__ __forceinline__ void advance_jobs() {
+    if constexpr (kByPairs) {
+      Pairs(copies).advance(pair_jobs);
+    } else if constexpr (kThroughRegisters) {
+      copies.advance(jobs);
     }
+  }
+  __device__ __forceinline__ void finish_jobs() {
+    while (kByPairs ? pair_jobs.next < pair_jobs.count : jobs.next < jobs.count) advance_jobs();
   }
 
   // ---- The products. A use is the product of a window's fragments, at one K step, with the weights of a
@@ -323,7 +336,7 @@ struct Mma {
 #pragma unroll 1
       for (int i = 0; i < rows; ++i) {
         multiply_rows<1>(halo, at.row + i, weights + i * kRowWords);
-        if constexpr (kThroughRegisters) copies.advance(jobs);
+        advance_jobs();
       }
     }
   }

@@ -22,23 +22,25 @@ struct alignas(16) MmaPair {
 };
 
 template <class C>
-struct MmaPairs : MmaCopies<C> {
+struct MmaPairs {
   using Copies = MmaCopies<C>;
-  using Tile = typename Copies::Tile;
+  using Tile = MmaTile<C>;
   using Layout = typename Tile::Layout;
   using Scalar = typename C::Scalar;
-  using Copies::tile;
   static constexpr int kPieces = Tile::kPieces, kStep = C::kThreads / kPieces, kChannels = 8;
   static constexpr int kWordsOfPair = C::kOddLines ? 2 * kChannels : kChannels;
   static constexpr int kJobPairs = C::kJobPairs;
   static_assert(C::kThreads / 32 % kPieces == 0, "a warp copies one piece");
 
+  const Tile& tile;
+  const Copies& copies;
   const MmaPair* pairs;
   int count;  // number of pairs
 
-  __device__ __forceinline__ MmaPairs(const Tile& tile, const MmaItem* items)
-      : Copies(tile, items),
-        pairs(reinterpret_cast<const MmaPair*>(items)),
+  __device__ __forceinline__ explicit MmaPairs(const Copies& copies)
+      : tile(copies.tile),
+        copies(copies),
+        pairs(reinterpret_cast<const MmaPair*>(copies.items)),
         count(tile.args.tile_n * tile.args.halo.d * tile.args.halo.h * width()) {}
 
   // Returns the pairs of a line: one more than it has if its first position is in the middle of a word.
@@ -53,7 +55,7 @@ struct MmaPairs : MmaCopies<C> {
     return {n, sheet - n * args.halo.d, line - sheet * args.halo.h, sheet};
   }
 
-  __device__ __forceinline__ void list_items(MmaItem* items) const {
+  __device__ __forceinline__ void list_pairs(MmaItem* items) const {
     const Args& args = tile.args;
     MmaPair* const to = reinterpret_cast<MmaPair*>(items);
     for (int i = threadIdx.x; i < count; i += C::kThreads) {
@@ -61,7 +63,7 @@ struct MmaPairs : MmaCopies<C> {
       const Line line = line_of(number);
       unsigned place = static_cast<unsigned>(tile.slot(line.sheet, line.h, w)) / 16u;
       for (int source = 0; !C::kManySources && source < tile.sources; ++source)
-        place |= static_cast<unsigned>(this->has_line(source, line.n, line.d, line.h)) << (16 + source);
+        place |= static_cast<unsigned>(copies.has_line(source, line.n, line.d, line.h)) << (16 + source);
       const long long from = line.n * args.x_strides.n + line.d * C::kLineStepD * args.x_strides.d +
                              line.h * C::kLineStepH * args.x_strides.h + w;
       to[i] = {static_cast<unsigned>(from) * 2u, place, w, 0};
@@ -90,15 +92,15 @@ struct MmaPairs : MmaCopies<C> {
     return static_cast<unsigned>(w) < static_cast<unsigned>(size);
   }
 
-  __device__ __forceinline__ bool has_line(const MmaPair& pair, int i, int source) const {
+  // Tells whether a source has the line of pair i inside x.
+  __device__ __forceinline__ bool has_line_of(const MmaPair& pair, int i, int source) const {
     if constexpr (C::kManySources) {
       const Line line = line_of(divide(i, tile.args.pairs));
-      return Copies::has_line(source, line.n, line.d, line.h);
+      return copies.has_line(source, line.n, line.d, line.h);
     } else {
       return (pair.place & MmaItem::mask(source)) != 0;
     }
   }
-  using Copies::has_line;
 
   static __device__ __forceinline__ unsigned load_word(bool wanted, Address from) {
     return wanted ? __ldg(reinterpret_cast<const unsigned*>(from)) : 0u;
@@ -159,7 +161,7 @@ struct MmaPairs : MmaCopies<C> {
       const int i = own_pair() + (jobs.next * kJobPairs + j) * kStep;
       const MmaPair pair = pairs[i < count ? i : 0];
       const int w = jobs.first_w + pair.w - jobs.back, width = tile.args.x_size.w;
-      const bool line = i < count && jobs.channels > 0 && has_line(pair, i, jobs.source);
+      const bool line = i < count && jobs.channels > 0 && has_line_of(pair, i, jobs.source);
       Address from = jobs.from + pair.from;
       if constexpr (C::kOddLines) {
         load_apart(jobs, j, line && is_in(w, width), line && is_in(w + 1, width), from);
@@ -227,16 +229,6 @@ struct MmaPairs : MmaCopies<C> {
     store_job(jobs);
     if (++jobs.next < jobs.count) load_job(jobs);
   }
-};
-
-// Copies by pairs (kCopy == 3), or in the other ways.
-template <class C, bool kByPairs>
-struct MmaCopiesOf {
-  using Type = MmaCopies<C>;
-};
-template <class C>
-struct MmaCopiesOf<C, true> {
-  using Type = MmaPairs<C>;
 };
 
 }  // namespace tconv3d

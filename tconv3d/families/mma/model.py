@@ -411,7 +411,8 @@ class Candidate:
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
         weight_bytes = self.chunks * taps * self.tap_bytes / self.tiles_of_block
-        halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
+        item_bytes = sources * self.box.halo_items * self.item_bytes
+        halo_bytes, read_bytes = item_bytes * self.chunks * self.chunk, item_bytes * side.reduced
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
@@ -427,7 +428,7 @@ class Candidate:
             MULTIPLY_CYCLES * self.multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
-            (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
+            (weight_bytes + read_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
             max(self._torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 

@@ -80,7 +80,16 @@ PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, _why_never, work, plan)
-    return [replace(each, least=least(each.problem, device)) if isinstance(each, Offer) else each for each in found]
+    return [_priced(each, device) if isinstance(each, Offer) else each for each in found]
+
+
+def _priced(answer: Offer, device: Device) -> Offer:
+    """Returns an offer with its lower bound, and with derived rates if its way of copying was never measured."""
+    answer = replace(answer, least=least(answer.problem, device))
+    if copy_of(Side.of(answer.problem)) not in (PAIRS, ODD_PAIRS):
+        return answer
+    kind = f"{answer.problem.which.value}, 16 bit, words of lines"
+    return replace(answer, kind=kind, surcharge=answer.surcharge * calibration.DERIVED_SURCHARGE)
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:
