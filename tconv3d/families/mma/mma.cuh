@@ -21,6 +21,9 @@
 // computes every product as three TF32 products of split values (`Halves`): x is split after it is loaded
 // from shared memory, weights when they are packed.
 //
+// With kSplits above 1, so many blocks share the input channels of a tile. Each stores its partial sums, in
+// float32, and another launch adds them in a fixed order.
+//
 // With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
 // its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
 // read their weights for every tile otherwise, which are as many bytes as their halos.
@@ -49,6 +52,7 @@ struct Mma {
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
+  static_assert(C::kSplits == 1 || !C::kResident, "resident weights are those of all chunks");
   static_assert(C::kResident || C::kWeightStages == C::kStages, "stages are used again");
 
   // A place in the loop over chunks and steps, with the indices of its buffers. `row` is the step's first row
@@ -137,7 +141,7 @@ struct Mma {
 
   // Issues the copies of a step, commits them as one group, and advances to the next step.
   __device__ __forceinline__ void ask_for(Ahead& at) {
-    if (at.chunk < Layout::kChunks) {
+    if (at.chunk < tile.last_chunk) {
       const int rows = tile.rows_of(at.step);
       if (!C::kResident || first)
         copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
@@ -153,7 +157,7 @@ struct Mma {
   }
   // Starts the copy of a halo through registers, which proceeds while the previous halo is multiplied.
   __device__ __forceinline__ void begin_jobs(int halo, int chunk, int source) {
-    if (chunk >= Layout::kChunks) return;
+    if (chunk >= tile.last_chunk) return;
     if constexpr (kByPairs) {
       Pairs(copies).begin(pair_jobs, shared.halo + halo * halo_bytes, chunk, source);
     } else if constexpr (kThroughRegisters) {
@@ -362,12 +366,12 @@ struct Mma {
     __syncthreads();  // the tables are visible to all threads
     // A block phase without taps outputs the bias alone.
     if (tile.rows > 0) {
-      Cursor current;
-      Ahead ahead{{}, copies.weights()};
-      begin_jobs(0, 0, 0);
+      Cursor current{tile.first_chunk};
+      Ahead ahead{{tile.first_chunk}, copies.weights()};
+      begin_jobs(0, tile.first_chunk, 0);
       for (int i = 0; i < C::kStages - 1; ++i) ask_for(ahead);
 #pragma unroll 1
-      while (current.chunk < Layout::kChunks) {
+      while (current.chunk < tile.last_chunk) {
         const bool begins = kThroughRegisters && tile.begins_halo(current.step);
         if (begins) finish_jobs();
         ptx::copy_wait<C::kStages - 2>();
@@ -388,7 +392,7 @@ struct Mma {
     // Stores do not pass through the shared memory of weights that the next tile needs.
     unsigned char* const staged =
         C::kResident ? reinterpret_cast<unsigned char*>(shared.items) : dynamic_shared<unsigned char>();
-    const Stores stores{tile, warp_m, warp_n, lane, reinterpret_cast<Scalar*>(staged)};
+    const Stores stores{tile, warp_m, warp_n, lane, reinterpret_cast<typename C::Out*>(staged)};
     if constexpr (C::kLastOut) {
       stores.store_rows(sums);
     } else {

@@ -80,10 +80,11 @@ struct MmaCopies {
     }
   }
 
-  // Returns this thread's first words of the packed weights of the block's first row of taps.
+  // Returns this thread's first words of the packed weights of the block's first chunk and row of taps.
   __device__ __forceinline__ const unsigned* weights() const {
     const long long block = static_cast<long long>(tile.group) * Layout::kSlices + tile.slice;
-    const long long tap = block * Layout::kChunks * C::kAllTaps + tile.first_row * C::kTaps;
+    const long long tap =
+        (block * Layout::kChunks + tile.first_chunk) * C::kAllTaps + tile.first_row * C::kTaps;
     return static_cast<const unsigned*>(tile.args.packed) + tap * Layout::kTapWords + 4 * threadIdx.x;
   }
   // Copies the packed weights of `rows` rows of taps. `from` has this thread's first words.

@@ -14,9 +14,9 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from ...planning.geometry import Triple
-from ...planning.problem import Device
+from ...planning.problem import Device, Pass, last_offset
 from ...planning.side import Side
+from .box import Box, boxes
 from .work import Work
 
 # Kinds of copies of the halo (kCopy): of 16 bytes or of 4 bytes (mma_copies.cuh); through registers of 2 bytes, or of
@@ -60,6 +60,7 @@ TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal
 OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
 # Blocks with several tiles were never measured: they are taken only if predicted to be clearly faster than others.
 RESIDENT = 1.05
+SPLIT = 1.1  # the same for blocks that share the channels of a tile
 LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
 K_STEP = 32  # bytes of channels per matrix instruction
@@ -76,8 +77,6 @@ SAFE_SUMS = 128  # accumulators per thread
 STRICT_SUMS = 64  # accumulators per thread in strict float32, which has partial sums and low halves beside them
 MAX_BLOCKS = 5  # blocks per multiprocessor
 MAX_REGISTERS = 244  # registers per thread by the estimate `_registers`
-BOX_ITEM = 0.3  # cost of an item of the halo, relative to the products of a position
-BOX_LINE = 4.0  # cost of the partial sectors at the ends of a line in memory, in items
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # warps of a block along positions and along channels
 ROWS = (1, 2, 3, 4, 6, 9)  # candidates for the rows of taps per stage
 # From 8192 positions on, a warp has at least 6 tiles of 16 x 8 sums, unless its columns are all output channels.
@@ -100,6 +99,7 @@ class Build:
     blocks: int  # blocks per multiprocessor
     resident: bool = False  # a block computes several tiles, and all its weights stay in shared memory
     apart: bool = False  # every row of taps has a halo of its own
+    splits: int = 1  # blocks that share the input channels of a tile; above 1, each stores partial sums
 
     @property
     def threads(self) -> int:
@@ -121,95 +121,8 @@ class Build:
             f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
             + (", weights stay in shared memory" if self.resident else "")
             + (", a halo for each tap" if self.apart else "")
+            + (f", {self.splits} blocks for a tile's sums" if self.splits > 1 else "")
         )
-
-
-@dataclass(frozen=True)
-class Box:
-    """Describes the positions of a block by run-time values, which are chosen for the volume."""
-
-    items: int  # batch items per block
-    tile: Triple  # positions per batch item
-    halo: Triple  # positions of the halo per batch item
-    plane: int  # slots per plane of a line of the halo, where a line has one plane for each residue of the input step
-    line: int  # slots from line to line of the halo along h
-    sheet: int  # slots from line to line of the halo along d
-    slots: int  # slots of the halo
-    tiles: tuple[int, ...]  # number of boxes along n, d, h, w
-
-    @classmethod
-    def of(cls, work: Work, items: int, tile: Triple) -> Box:
-        steps, whole = work.halo_steps, (work.side.problem.batch, *work.side.grid)
-        halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
-        plane = -(-halo[2] // steps[2])
-        line = plane * steps[2] | 1
-        sheet = halo[1] * line
-        # The lines of the box that follow each other, also from sheet to sheet, are an odd number of slots apart
-        # modulo 8: the 8 rows of one ldmatrix lie in different banks.
-        sheet += (tile[1] * line - sheet) % 8
-        tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
-        return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
-
-    @property
-    def positions(self) -> int:
-        return self.items * prod(self.tile)
-
-    @property
-    def lines(self) -> int:
-        return self.items * self.tile[0] * self.tile[1]
-
-    @property
-    def halo_items(self) -> int:
-        return self.items * prod(self.halo)
-
-    @property
-    def halo_lines(self) -> int:
-        return self.items * self.halo[0] * self.halo[1]
-
-    @property
-    def halo_pairs(self) -> int:
-        """Pairs of positions along w; a line has one more than it needs if it begins at an even element."""
-        return self.halo_lines * self.line_pairs
-
-    @property
-    def line_pairs(self) -> int:
-        return self.halo[2] // 2 + 1
-
-
-@lru_cache(maxsize=4096)
-def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
-    """Returns the cheapest boxes for `warps_m` warps, each with 16 lines and `tiles_m` positions along w.
-
-    These are the 2 cheapest boxes, and the cheapest box of each width.
-    """
-    found: list[Box] = []
-    depth, height, width = work.side.grid
-    for warps_w in (1, 2, 4, 8):
-        if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
-            continue
-        lines = 16 * warps_m // warps_w
-        for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
-            parts = -(-depth // min(depth, lines // h))
-            box = Box.of(work, 1, (-(-depth // parts), h, warps_w * tiles_m))
-            found.append(box)
-            if parts == 1 and lines >= 2 * box.lines:  # there is room for several batch items
-                found.append(Box.of(work, min(work.side.problem.batch, lines // box.lines), box.tile))
-
-    def cost(box: Box) -> float:
-        read = box.halo_items + (BOX_LINE * box.halo_lines if work.side.x[4] == 1 else 0.0)
-        written = BOX_LINE * box.lines if work.side.y[4] == 1 else 0.0
-        return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
-
-    cheapest = sorted(dict.fromkeys(found), key=cost)
-    widths: dict[int, Box] = {}
-    for box in cheapest:
-        widths.setdefault(box.tile[2], box)
-    return tuple(dict.fromkeys((*cheapest[:2], *widths.values())))
-
-
-def _even_parts(size: int, most: int) -> set[int]:
-    """Returns the extents of up to 16 equal parts of a size, without extents above `most`."""
-    return {extent for parts in range(1, 17) if (extent := -(-size // parts)) <= most}
 
 
 @dataclass(frozen=True)
@@ -243,6 +156,28 @@ class Candidate:
         return -(-self.work.side.reduced // self.chunk)
 
     @property
+    def own_chunks(self) -> int:
+        """The chunks of channels that a block sums over."""
+        return -(-self.chunks // self.build.splits)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a number that is stored: an output, or a partial sum in float32."""
+        return self.item_bytes if self.build.splits == 1 else 4
+
+    @property
+    def outputs(self) -> int:
+        side = self.work.side
+        return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
+
+    @property
+    def is_dense(self) -> bool:
+        """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
+        side = self.work.side
+        shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
+        return last_offset(shape, side.y) + 1 == prod(shape)
+
+    @property
     def slices(self) -> int:
         return -(-self.work.side.outs // self.build.columns)
 
@@ -271,25 +206,25 @@ class Candidate:
     @property
     def store_line(self) -> int:
         """Elements from line to line of y staged in shared memory: an odd multiple of 16 bytes."""
-        return (-(-self.box.tile[2] * self.store_phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
+        return (-(-self.box.tile[2] * self.store_phases * self.out_bytes // 16) | 1) * 16 // self.out_bytes
 
     @property
     def store_pitch(self) -> int:
         """Elements from column to column of y staged in shared memory: an odd multiple of 16 bytes."""
         lines = self.box.lines * (len(self.work.inner.phases) // self.store_phases)
-        return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
+        return (lines * self.store_line * self.out_bytes // 16 | 1) * 16 // self.out_bytes
 
     @property
     def store_tiles(self) -> int:
         """The number of 8-column tiles of a warp that are staged for stores at a time; equal for all boxes."""
-        each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.item_bytes
+        each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.out_bytes
         return max(1, min(self.build.tiles_n, STORE_BYTES // each))
 
     @property
     def store_bytes(self) -> int:
         if self.work.side.y[4] != 1:
             return 0
-        return 8 * self.build.warps_n * self.store_pitch * self.item_bytes * self.store_tiles
+        return 8 * self.build.warps_n * self.store_pitch * self.out_bytes * self.store_tiles
 
     @property
     def copy_bytes(self) -> int:
@@ -334,7 +269,8 @@ class Candidate:
     @property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
-        return -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices * len(self.work.phases)
+        blocks = -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices
+        return blocks * len(self.work.phases) * self.build.splits
 
     def in_one_wave(self, device: Device) -> Candidate:
         """Returns the candidate with as many tiles for each block as make all blocks run at the same time."""
@@ -357,7 +293,17 @@ class Candidate:
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
         tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
-        return tiles * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
+        computing = tiles * (max(alone, busy) + OVERLAP * min(alone, busy))
+        return (
+            computing * (SPLIT if self.build.splits > 1 else 1.0) + self._writing_rows(device) + self._adding(device)
+        )
+
+    def _adding(self, device: Device) -> float:
+        """Returns the cycles of the launch that adds partial sums; 0 if there is none."""
+        if self.build.splits == 1:
+            return 0.0
+        moved = self.outputs * (4 * self.build.splits + self.item_bytes)
+        return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
 
     def _writing_rows(self, device: Device) -> float:
         """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
@@ -371,7 +317,7 @@ class Candidate:
     @property
     def _waiting(self) -> float:
         """Cycles for which a block idles if no other block shares its multiprocessor."""
-        steps = self.chunks * self._steps
+        steps = self.own_chunks * self._steps
         products = MULTIPLY_CYCLES * self.multiplies / max(steps, 1.0)  # cycles of a step
         late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
         waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
@@ -386,7 +332,7 @@ class Candidate:
         if self.copy >= HALVES or self.work.strict:  # rows of taps are multiplied one by one
             warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
             exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
-        return waiting + self.chunks * exposed / len(self.work.phases)
+        return waiting + self.own_chunks * exposed / len(self.work.phases)
 
     @property
     def _steps(self) -> float:
@@ -398,7 +344,7 @@ class Candidate:
         """Matrix instructions of an average tile."""
         b = self.build
         taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
-        return b.warps_m * b.warps_n * self.chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
+        return b.warps_m * b.warps_n * self.own_chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
     def parts(self) -> tuple[float, ...]:
         """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average tile."""
@@ -407,12 +353,15 @@ class Candidate:
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
         taps = rows * len(self.work.inner.taps)
         fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
-        k_steps = self.chunks * b.steps
+        k_steps = self.own_chunks * b.steps
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
-        weight_bytes = self.chunks * taps * self.tap_bytes / self.tiles_of_block
+        weight_bytes = self.own_chunks * taps * self.tap_bytes / self.tiles_of_block
         item_bytes = sources * self.box.halo_items * self.item_bytes
-        halo_bytes, read_bytes = item_bytes * self.chunks * self.chunk, item_bytes * side.reduced
+        halo_bytes, read_bytes = (
+            item_bytes * self.own_chunks * self.chunk,
+            item_bytes * min(side.reduced, self.own_chunks * self.chunk),
+        )
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
@@ -420,16 +369,16 @@ class Candidate:
         copying = WEIGHT_INSTRUCTIONS / 32 * weight_bytes / 16
         copying += COPY_INSTRUCTIONS[self.copy] / 32 * halo_bytes / COPY_BYTES[self.copy]
         control = STEP_INSTRUCTIONS * self._steps + HALO_INSTRUCTIONS * sources
-        control = warps * self.chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
+        control = warps * self.own_chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
         issued = self.multiplies + a_loads + b_bytes / 512 + rounding + copying + control
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
-        issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
+        issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.out_bytes == 4 else 2)
         return (
             MULTIPLY_CYCLES * self.multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
             (weight_bytes + read_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
-            max(self._torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
+            max(self._torn * stored * self.out_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 
     @property
@@ -442,8 +391,8 @@ class Candidate:
         if side.y[4] != 1:
             return 1.0
         apart = side.gathers[2].output_step // self.store_phases  # other blocks store the outputs in between
-        line = self.box.tile[2] * self.store_phases * apart * self.item_bytes
-        whole = not any(v * self.item_bytes % SECTOR for v in side.y[:4]) and line % SECTOR == 0
+        line = self.box.tile[2] * self.store_phases * apart * self.out_bytes
+        whole = not any(v * self.out_bytes % SECTOR for v in side.y[:4]) and line % SECTOR == 0
         return apart * (1.0 if whole else (line + SECTOR_ENDS) / line)
 
     @property
@@ -548,6 +497,7 @@ def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Devic
                 fit = min(found.blocks_that_fit(device), build.blocks)
                 if fit > 0:
                     yield found if fit == build.blocks else replace(found, build=replace(build, blocks=fit))
+                    yield from _split(found, fit, device)
                 if build.stages == 2:
                     yield from _resident(found, device)
 
@@ -575,3 +525,19 @@ def _resident(found: Candidate, device: Device) -> Iterator[Candidate]:
         several = replace(resident, build=replace(resident.build, blocks=fit)).in_one_wave(device)
         if several.tiles_of_block > 1:
             yield several
+
+
+def _split(found: Candidate, blocks: int, device: Device) -> Iterator[Candidate]:
+    """Yields the candidate with its channels divided among several blocks, if its own blocks leave the GPU idle.
+
+    Only input gradients are divided: nothing follows their sums, neither a bias nor an epilogue.
+    """
+    problem, room = found.work.side.problem, blocks * device.multiprocessors // found.grid
+    if room < 2 or problem.which is not Pass.INPUT_GRAD or not found.is_dense:
+        return
+    splits = -(-found.chunks // -(-found.chunks // room))
+    if splits > 1 and 4 * splits * found.outputs <= device.workspace_bytes:
+        divided = replace(found, build=replace(found.build, splits=splits))
+        fit = min(divided.blocks_that_fit(device), blocks)
+        if fit > 0:
+            yield divided if fit == found.build.blocks else replace(divided, build=replace(divided.build, blocks=fit))

@@ -22,6 +22,7 @@ from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strid
 from ...planning.repertoire import Repertoire, searched, typical_problems
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
+from ...planning.sums import Sum, add_parts
 from ...planning.turning import channel_rows
 from .arguments import MMA, MMA_PACK
 from .model import HALVES, ODD_PAIRS, PAIRS, PIECES, WORDS, Build, Candidate, candidates, candidates_of
@@ -116,12 +117,21 @@ def plan(problem: Problem, device: Device) -> Plan:
 def plan_of(found: Candidate, problem: Problem) -> Plan:
     packed = end = _packed_bytes(found)
     regions = []
-    for name, size in (("rows", _rows_bytes(problem) if found.rows else 0), ("moments", _moment_bytes(found))):
+    split = found.build.splits > 1
+    sizes = {
+        "rows": _rows_bytes(problem) if found.rows else 0,
+        "moments": _moment_bytes(found),
+        "parts": 4 * found.build.splits * _part(found) if split else 0,
+    }
+    for name, size in sizes.items():
         if size:
             start = -(-end // ALIGN) * ALIGN
             regions.append((name, start))
             end = start + size
     launches = [_pack(found), *([_rows(problem)] if found.rows else []), _main(found)]
+    if split:
+        sums = Sum("parts", "y", found.outputs, _part(found), found.build.splits)
+        launches.append(add_parts([sums], problem.dtype))
     if problem.which is Pass.INPUT_GRAD:
         names = {"x": "dy", "bias": "null", "y": "dx"}
         launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]
@@ -140,6 +150,11 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
         moments=_moments(found),
         preparing=2 if found.rows else 1,
     )
+
+
+def _part(found: Candidate) -> int:
+    """Returns the elements from one part of the sums to the next, a multiple of 4."""
+    return -(-found.outputs // 4) * 4
 
 
 def leaves_moments(problem: Problem) -> bool:
@@ -424,7 +439,7 @@ def _store_width(found: Candidate) -> int:
     side, own = found.work.side, found.build.tiles_m * found.store_phases
     if side.gathers[2].output_step != found.store_phases:  # neighbours in shared memory are not neighbours in y
         return 1
-    most = next(n for n in (16 // found.item_bytes, 4, 2, 1) if own % n == 0)
+    most = next(n for n in (16 // found.out_bytes, 4, 2, 1) if own % n == 0)
     n, c, d, h, w = side.y
     for width in (most, most // 2):
         if width > 1 and w == 1 and not any(v % width for v in (n, c, d, h, side.y_size[2])):
@@ -434,7 +449,7 @@ def _store_width(found: Candidate) -> int:
 
 def _store_lanes(found: Candidate) -> int:
     """Returns how many lanes store a line of y: its number of accesses, rounded up to a power of two, at most 32."""
-    each = max(_store_width(found), 4 // found.item_bytes)
+    each = max(_store_width(found), 4 // found.out_bytes)
     accesses = -(-found.box.tile[2] * found.store_phases // each)
     lanes = 1
     while lanes < min(accesses, 32):
@@ -453,6 +468,8 @@ def _main(found: Candidate) -> Launch:
         ("kMomentBand", _moment_band(found)),
         *_layout_constants(found),
         ("kUnrolled", build.unrolled),
+        ("kSplits", build.splits),
+        ("Out", SCALARS["float32" if build.splits > 1 else p.dtype]),
         ("kTilesM", build.tiles_m),
         ("kWarpsM", build.warps_m),
         ("kMostRows", work.most_rows),
@@ -489,7 +506,7 @@ def _main(found: Candidate) -> Launch:
             x="rows" if found.rows else "x",
             packed="workspace",
             bias="bias",
-            y="y",
+            y="parts" if build.splits > 1 else "y",
             left="moments" if leaves_moments(p) else "null",
         ),
         scalars=_scalars(found),
@@ -506,6 +523,7 @@ def _scalars(found: Candidate) -> bytes:
         x_size=side.x_size,
         y_size=side.y_size,
         x_elements=last_offset(_read(side.problem), side.x) + 1,
+        part=_part(found),
         batch=side.problem.batch,
         tiles_of_block=found.tiles_of_block,
         tile_n=box.items,
