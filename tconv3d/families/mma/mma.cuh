@@ -103,7 +103,7 @@ struct Mma {
     } else {
       copies.list_items(shared.items);
     }
-    base = ptx::shared_address(shared.halo) + lane / 16 * tile.piece_bytes() +
+    base = ptx::shared_address(shared.halo) + lane / 16 * (Layout::kLaneWords - 1) * tile.piece_bytes() +
            tile.base(tile.position(warp_m, lane % 16, 0));
     jobs.next = jobs.count = pair_jobs.next = pair_jobs.count = 0;
   }
@@ -206,13 +206,14 @@ struct Mma {
     for (int i = 0; i < C::kWindows; ++i) most = C::kWindowSpan(i) > most ? C::kWindowSpan(i) : most;
     return C::kTilesM + most;
   }
-  using Fragments = unsigned[most_fragments()][4];
-  using Columns = unsigned[C::kHalves][C::kTilesN][2];
+  static constexpr int kLaneWords = Layout::kLaneWords;
+  using Fragments = unsigned[most_fragments()][2 * kLaneWords];
+  using Columns = unsigned[C::kHalves][C::kTilesN][kLaneWords];
 
   template <int kNumber>
   __device__ __forceinline__ void load_fragments(Fragments& a, const unsigned (&windows)[C::kWindows]) const {
     constexpr Use kUse = use(kNumber);
-    const unsigned from = windows[kUse.window] + 2 * kUse.step * tile.piece_bytes();
+    const unsigned from = windows[kUse.window] + kLaneWords * kUse.step * tile.piece_bytes();
 #pragma unroll
     for (int i = 0; i < C::kTilesM + C::kWindowSpan(kUse.window); ++i)
       ptx::load_matrices(a[i], from + i * Tile::kSlotBytes);
@@ -228,12 +229,14 @@ struct Mma {
                     kTile = decltype(number)::value % C::kTilesN;
       const unsigned* const from = strip + kHalf * Layout::kHalfWords + Layout::fragment(kTile, 0);
       if constexpr (!Layout::paired(kTile)) {
-        const auto words = load_vector<2>(from + 2 * lane);
-        b[kHalf][kTile][0] = words.at[0], b[kHalf][kTile][1] = words.at[1];
+        const auto words = load_vector<kLaneWords>(from + kLaneWords * lane);
+#pragma unroll
+        for (int i = 0; i < kLaneWords; ++i) b[kHalf][kTile][i] = words.at[i];
       } else if constexpr (kTile % 2 == 0) {
-        const auto words = load_vector<4>(from + 4 * lane);
-        b[kHalf][kTile][0] = words.at[0], b[kHalf][kTile][1] = words.at[1];
-        b[kHalf][kTile + 1][0] = words.at[2], b[kHalf][kTile + 1][1] = words.at[3];
+        const auto words = load_vector<2 * kLaneWords>(from + 2 * kLaneWords * lane);
+#pragma unroll
+        for (int i = 0; i < 2 * kLaneWords; ++i)
+          b[kHalf][kTile + i / kLaneWords][i % kLaneWords] = words.at[i];
       }
     });
   }
@@ -246,7 +249,7 @@ struct Mma {
 #pragma unroll
       for (int i = 0; i < C::kTilesM + C::kWindowSpan(kWindow); ++i) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < 2 * kLaneWords; ++k) {
           const float value = ptx::bits_to_float(a[i][k]);
           if constexpr (C::kHalves == 2) {
             a[i][k] = Halves::high(value);

@@ -118,7 +118,7 @@ class Build:
         return (
             f"{self.warps_m * self.warps_n} warps x {self.blocks} blocks, each block {self.positions} positions x "
             f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
-            f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
+            f"{self.steps} steps of channels at a time, {self.stages} stages of {self.rows} rows of taps"
             + (", weights stay in shared memory" if self.resident else "")
             + (", a halo for each tap" if self.apart else "")
             + (f", {self.splits} blocks for a tile's sums" if self.splits > 1 else "")
@@ -149,7 +149,7 @@ class Candidate:
 
     @property
     def chunk(self) -> int:
-        return self.build.steps * K_STEP // self.item_bytes
+        return self.build.steps * self.work.step_bytes // self.item_bytes
 
     @property
     def chunks(self) -> int:
@@ -183,7 +183,7 @@ class Candidate:
 
     @property
     def tap_bytes(self) -> int:
-        return self.halves * self.build.steps * K_STEP * self.build.columns
+        return self.halves * self.build.steps * self.work.step_bytes * self.build.columns
 
     @property
     def stage_bytes(self) -> int:
@@ -228,7 +228,7 @@ class Candidate:
 
     @property
     def copy_bytes(self) -> int:
-        halos = self.halo_buffers * self.box.slots * self.build.steps * K_STEP
+        halos = self.halo_buffers * self.box.slots * self.build.steps * self.work.step_bytes
         return self.kept_bytes + self.list_bytes + halos
 
     @property
@@ -327,7 +327,7 @@ class Candidate:
         ):  # each row of taps hides one job of copies through registers, further jobs are exposed
             positions = 2 * self.box.halo_pairs if self.copy >= PAIRS else self.box.halo_items
             job_bytes = JOB_BYTES[self.copy] * self.build.threads * self.job_pairs
-            jobs = -(-positions * K_STEP * self.build.steps // job_bytes)
+            jobs = -(-positions * self.work.step_bytes * self.build.steps // job_bytes)
             exposed += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
         if self.copy >= HALVES or self.work.strict:  # rows of taps are multiplied one by one
             warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
@@ -355,14 +355,14 @@ class Candidate:
         fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
         k_steps = self.own_chunks * b.steps
         a_loads = warps * k_steps * fragments
-        b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
+        b_bytes = warps * k_steps * taps * b.tiles_n * 8 * self.work.step_bytes * self.halves
         weight_bytes = self.own_chunks * taps * self.tap_bytes / self.tiles_of_block
         item_bytes = sources * self.box.halo_items * self.item_bytes
         halo_bytes, read_bytes = (
             item_bytes * self.own_chunks * self.chunk,
             item_bytes * min(side.reduced, self.own_chunks * self.chunk),
         )
-        shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
+        shared = a_loads * 16 * self.work.step_bytes + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
             rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self.multiplies / self.work.products
@@ -374,7 +374,7 @@ class Candidate:
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
         issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.out_bytes == 4 else 2)
         return (
-            MULTIPLY_CYCLES * self.multiplies,
+            MULTIPLY_CYCLES * self.multiplies * self.work.step_bytes / K_STEP,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
             (weight_bytes + read_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,

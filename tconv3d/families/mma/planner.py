@@ -390,6 +390,7 @@ def _layout_constants(found: Candidate) -> Constants:
         ("kReduced", side.reduced),
         ("kOuts", side.outs),
         ("kSteps", build.steps),
+        ("kStepWords", found.work.step_bytes // 4),
         ("kTilesN", build.tiles_n),
         ("kWarpsN", build.warps_n),
     )
