@@ -67,7 +67,7 @@ K_STEP = 32  # bytes of channels per matrix instruction
 REGISTERS = 65536  # per multiprocessor
 OTHER_REGISTERS = 56  # registers per thread for addresses and counters
 JOB_REGISTERS = (0, 0, 12, 14, 26)  # registers per thread for words copied through registers, by kind of copy
-PAIR_REGISTERS = 10  # registers per thread for a second pair of positions
+PAIR_REGISTERS = (0, 0, 0, 10, 19)  # registers per thread for a second pair of positions, by kind of copy
 STORE_BYTES = 49152  # bytes of shared memory that stage stores; at least one column tile of each warp is staged
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system reserves per block
 MAX_CODE = 640  # matrix instructions in the unrolled code of a row of taps
@@ -234,11 +234,12 @@ class Candidate:
     @property
     def job_pairs(self) -> int:
         """The pairs of positions that a thread copies between two rows of taps: two if registers suffice."""
-        b = self.build
-        needed = _registers(
-            self.work, 4 * len(self.work.inner.phases) * b.tiles_m * b.tiles_n, b.tiles_m, b.tiles_n, self.copy
-        )
-        return 2 if self.copy == PAIRS and needed + PAIR_REGISTERS <= MAX_REGISTERS else 1
+        if self.copy < PAIRS:
+            return 1
+        b, phases = self.build, len(self.work.inner.phases)
+        needed = _registers(self.work, 4 * phases * b.tiles_m * b.tiles_n, b.tiles_m, b.tiles_n, self.copy)
+        needed += PAIR_REGISTERS[self.copy]
+        return 2 if needed <= MAX_REGISTERS and needed * b.threads * b.blocks <= REGISTERS else 1
 
     @property
     def list_bytes(self) -> int:
@@ -454,8 +455,6 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
             if needed > MAX_REGISTERS:
                 continue
-            if copy == PAIRS and needed + PAIR_REGISTERS <= MAX_REGISTERS:
-                needed += PAIR_REGISTERS
             blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
             for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
                 yield Build(
