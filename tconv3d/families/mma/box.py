@@ -74,7 +74,7 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
 
     These are the 2 cheapest boxes, and the cheapest box of each width.
     """
-    found: list[Box] = []
+    found: dict[tuple[int, Triple], None] = {}
     depth, height, width = work.side.grid
     for warps_w in (1, 2, 4, 8):
         if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
@@ -82,21 +82,28 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
         lines = 16 * warps_m // warps_w
         for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
             parts = -(-depth // min(depth, lines // h))
-            box = Box.of(work, 1, (-(-depth // parts), h, warps_w * tiles_m))
-            found.append(box)
-            if parts == 1 and lines >= 2 * box.lines:  # there is room for several batch items
-                found.append(Box.of(work, min(work.side.problem.batch, lines // box.lines), box.tile))
+            deep = -(-depth // parts)
+            tile = (deep, h, warps_w * tiles_m)
+            found[1, tile] = None
+            if parts == 1 and lines >= 2 * deep * h:  # there is room for several batch items
+                found[min(work.side.problem.batch, lines // (deep * h)), tile] = None
 
-    def cost(box: Box) -> float:
-        read = box.halo_items + (BOX_LINE * box.halo_lines if work.side.x[4] == 1 else 0.0)
-        written = BOX_LINE * box.lines if work.side.y[4] == 1 else 0.0
-        return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
+    steps, reach, batch = work.halo_steps, work.reach, work.side.problem.batch
+    by_line_read, by_line_written = (BOX_LINE if line == 1 else 0.0 for line in (work.side.x[4], work.side.y[4]))
 
-    cheapest = sorted(dict.fromkeys(found), key=cost)
-    widths: dict[int, Box] = {}
-    for box in cheapest:
-        widths.setdefault(box.tile[2], box)
-    return tuple(dict.fromkeys((*cheapest[:2], *widths.values())))
+    def cost(items_and_tile: tuple[int, Triple]) -> float:
+        items, (d, h, w) = items_and_tile
+        halo_lines = items * ((d - 1) * steps[0] + reach[0] + 1) * ((h - 1) * steps[1] + reach[1] + 1)
+        read = halo_lines * ((w - 1) * steps[2] + reach[2] + 1) + by_line_read * halo_lines
+        written = by_line_written * (items * d * h)
+        tiles = -(-batch // items) * -(-depth // d) * -(-height // h) * -(-width // w)
+        return tiles * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
+
+    cheapest = sorted(found, key=cost)
+    widths: dict[int, tuple[int, Triple]] = {}
+    for each in cheapest:
+        widths.setdefault(each[1][2], each)
+    return tuple(Box.of(work, *each) for each in dict.fromkeys((*cheapest[:2], *widths.values())))
 
 
 def _even_parts(size: int, most: int) -> set[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from ...planning.problem import Device, Pass, last_offset
 from ...planning.side import Side
@@ -167,15 +168,7 @@ class Candidate:
 
     @property
     def outputs(self) -> int:
-        side = self.work.side
-        return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
-
-    @property
-    def is_dense(self) -> bool:
-        """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
-        side = self.work.side
-        shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
-        return last_offset(shape, side.y) + 1 == prod(shape)
+        return outputs_of(self.work.side)
 
     @property
     def slices(self) -> int:
@@ -295,25 +288,10 @@ class Candidate:
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
         tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
         computing = tiles * (max(alone, busy) + OVERLAP * min(alone, busy))
-        return (
-            computing * (SPLIT if self.build.splits > 1 else 1.0) + self._writing_rows(device) + self._adding(device)
+        following = writing_rows(self.work.side, self.rows, device) + adding(
+            self.work.side, self.build.splits, device
         )
-
-    def _adding(self, device: Device) -> float:
-        """Returns the cycles of the launch that adds partial sums; 0 if there is none."""
-        if self.build.splits == 1:
-            return 0.0
-        moved = self.outputs * (4 * self.build.splits + self.item_bytes)
-        return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
-
-    def _writing_rows(self, device: Device) -> float:
-        """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
-        if not self.rows:
-            return 0.0
-        side = self.work.side
-        elements = side.problem.batch * side.reduced * side.problem.geometry.groups * prod(side.x_size)
-        moved = 2 * elements * self.item_bytes
-        return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
+        return computing * (SPLIT if self.build.splits > 1 else 1.0) + following
 
     @property
     def _waiting(self) -> float:
@@ -378,12 +356,12 @@ class Candidate:
             MULTIPLY_CYCLES * self.multiplies * self.work.step_bytes / K_STEP,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
-            (weight_bytes + read_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
-            max(self._torn * stored * self.out_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
+            (weight_bytes + read_bytes * self.sector_waste) / L2_BYTES_PER_CYCLE,
+            max(self.torn * stored * self.out_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 
     @property
-    def _torn(self) -> float:
+    def torn(self) -> float:
         """Bytes of the sectors that stores touch, divided by the bytes stored; 1 for channels-last outputs.
 
         L2 merges the channels of a position that several blocks store one after the other.
@@ -397,13 +375,41 @@ class Candidate:
         return apart * (1.0 if whole else (line + SECTOR_ENDS) / line)
 
     @property
-    def _sector_waste(self) -> float:
+    def sector_waste(self) -> float:
         """Bytes read in whole sectors of 32 bytes, divided by the bytes of the halo."""
         if self.work.side.x[4] == 1:
             line = self.box.halo[2] * self.item_bytes
             return (line + SECTOR_ENDS) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
         return max(1.0, SECTOR / run)
+
+
+def outputs_of(side: Side) -> int:
+    """Returns the number of elements of y."""
+    return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
+
+
+def is_dense(side: Side) -> bool:
+    """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
+    shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
+    return last_offset(shape, side.y) + 1 == outputs_of(side)
+
+
+def adding(side: Side, splits: int, device: Device) -> float:
+    """Returns the cycles of the launch that adds partial sums; 0 if there is none."""
+    if splits == 1:
+        return 0.0
+    moved = outputs_of(side) * (4 * splits + side.problem.item_bytes)
+    return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
+
+
+def writing_rows(side: Side, rows: bool, device: Device) -> float:
+    """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
+    if not rows:
+        return 0.0
+    elements = side.problem.batch * side.reduced * side.problem.geometry.groups * prod(side.x_size)
+    moved = 2 * elements * side.problem.item_bytes
+    return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
 
 
 def _together(parts: list[float]) -> float:
@@ -431,8 +437,19 @@ def works(side: Side) -> Iterator[Work]:
             yield work
 
 
-def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
-    """Yields every build worth considering, with as many blocks per multiprocessor as registers allow."""
+class Shape(NamedTuple):
+    """The choices of a build except for its ring of weights, named as in `Build`."""
+
+    tiles_m: int
+    tiles_n: int
+    warps_m: int
+    warps_n: int
+    steps: int
+    blocks: int  # as many blocks per multiprocessor as registers allow
+
+
+def shapes(work: Work, copy: int, item_bytes: int) -> Iterator[Shape]:
+    """Yields every shape worth considering."""
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8)):
@@ -445,6 +462,9 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             continue
         if tiles < FEW_TILES and 8 * tiles_n < side.outs and side.positions >= MANY_POSITIONS:
             continue
+        needed = _registers(work, 4 * tiles, tiles_m, tiles_n, copy)
+        if needed > MAX_REGISTERS:
+            continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
                 continue
@@ -452,15 +472,18 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
                 continue
             if copy and warps_m * warps_n % (2 * steps):
                 continue  # a round of copies has 8 positions for every word of a slot
-            needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
-            if needed > MAX_REGISTERS:
-                continue
             blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
-            for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
-                yield Build(
-                    *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
-                    apart=work.apart,
-                )
+            yield Shape(tiles_m, tiles_n, warps_m, warps_n, steps, blocks)
+
+
+def builds(work: Work, shape: Shape) -> Iterator[Build]:
+    """Yields the builds of a shape."""
+    tiles_m, tiles_n, warps_m, warps_n, steps, blocks = shape
+    for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
+        yield Build(
+            *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
+            apart=work.apart,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -490,15 +513,20 @@ def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: boo
 
 def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Device, rows: bool) -> Iterator[Candidate]:
     for work in divided:
-        for build in builds(work, copy, item_bytes):
-            for box in boxes(work, build.tiles_m, build.warps_m):
-                found = Candidate(work, build, box, copy, item_bytes, rows)
-                fit = min(found.blocks_that_fit(device), build.blocks)
-                if fit > 0:
-                    yield found if fit == build.blocks else replace(found, build=replace(build, blocks=fit))
-                    yield from _split(found, fit, device)
-                if build.stages == 2:
-                    yield from _resident(found, device)
+        for shape in shapes(work, copy, item_bytes):
+            for build in builds(work, shape):
+                for box in boxes(work, build.tiles_m, build.warps_m):
+                    yield from fitting(Candidate(work, build, box, copy, item_bytes, rows), device)
+
+
+def fitting(found: Candidate, device: Device) -> Iterator[Candidate]:
+    """Yields a candidate with as many blocks as fit the device, and with all its weights in shared memory."""
+    fit = min(found.blocks_that_fit(device), found.build.blocks)
+    if fit > 0:
+        yield found if fit == found.build.blocks else replace(found, build=replace(found.build, blocks=fit))
+        yield from _split(found, fit, device)
+    if found.build.stages == 2:
+        yield from _resident(found, device)
 
 
 def candidates_of(
@@ -514,9 +542,14 @@ def candidates_of(
             yield found
 
 
+def may_stay(work: Work, chunks: int, tap_bytes: int, device: Device) -> bool:
+    """Tells whether the weights of a block are few enough that they may all fit shared memory."""
+    return chunks * work.least_rows * len(work.inner.taps) * tap_bytes <= device.shared_bytes
+
+
 def _resident(found: Candidate, device: Device) -> Iterator[Candidate]:
     """Yields the candidate with all its weights in shared memory, if they fit and a block has several tiles."""
-    if found.chunks * found.work.least_rows * found.stage_bytes // found.build.rows > device.shared_bytes:
+    if not may_stay(found.work, found.chunks, found.tap_bytes, device):
         return
     resident = replace(found, build=replace(found.build, resident=True))
     fit = min(resident.blocks_that_fit(device), found.build.blocks)
@@ -532,7 +565,7 @@ def _split(found: Candidate, blocks: int, device: Device) -> Iterator[Candidate]
     Only input gradients are divided: nothing follows their sums, neither a bias nor an epilogue.
     """
     problem, room = found.work.side.problem, blocks * device.multiprocessors // found.grid
-    if room < 2 or problem.which is not Pass.INPUT_GRAD or not found.is_dense:
+    if room < 2 or problem.which is not Pass.INPUT_GRAD or not is_dense(found.work.side):
         return
     splits = -(-found.chunks // -(-found.chunks // room))
     if splits > 1 and 4 * splits * found.outputs <= device.workspace_bytes:

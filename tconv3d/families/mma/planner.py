@@ -24,6 +24,7 @@ from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.sums import Sum, add_parts
 from ...planning.turning import channel_rows
+from . import search
 from .arguments import MMA, MMA_PACK
 from .model import HALVES, ODD_PAIRS, PAIRS, PIECES, WORDS, Build, Candidate, candidates, candidates_of
 from .work import MAX_SOURCES, Work
@@ -266,7 +267,7 @@ def _own(problem: Problem, device: Device) -> Choice | None:
 
 
 def _fastest(problem: Problem, device: Device) -> Choice | None:
-    found = min(_all(problem, device), key=lambda candidate: candidate.cycles(device), default=None)
+    found = search.fastest(_sides(problem, device), problem.item_bytes, device)
     return None if found is None else (found.build, found.rows)
 
 
