@@ -73,10 +73,8 @@ def export_like(
         dtypes or (precision_of(found.dtype),), layouts or (found.layout,), gpus or (gpu_at_hand(),)
     )
     following = found.following
-    if isinstance(following, Following) and len(chosen) > 1:
-        following = "the file holds several types, layouts or GPUs: export one at a time to have it in the kernels"
     if isinstance(following, Following):
-        made = chain.chain(found.layer, following, chosen[0], forward_only)
+        made = chain.chain(found.layer, following, chosen, forward_only)
         if isinstance(made, chain.Chain):
             operations = chain.operations(made, found.layer, chosen, forward_only)
             return python_file.python_file(name, found, operations, command, emulated, made)

@@ -13,7 +13,7 @@ from .chain import Chain
 from .chain_text import chain_text, shapes_text
 from .cuda_source import cuda_source, described
 from .host_source import function_names, host_source
-from .passes import ANY, DEVICES, Operation, macro
+from .passes import ANY, DEVICES, Operation, Variant, macro, variants_of
 from .reference import Reference
 from .wrapping import wrapped
 
@@ -246,7 +246,7 @@ def python_file(
     follows, if anything does.
     """
     layer = reference.layer
-    variants = list(operations[0].plans)
+    variants = variants_of(operations)
     precisions, layouts, gpus = (
         list(dict.fromkeys(getattr(v, each) for v in variants)) for each in ("precision", "layout", "gpu")
     )
@@ -254,7 +254,7 @@ def python_file(
     cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
     several = len(variants) > 1
-    convolves = chain is None or not (forward_only or chain.training)
+    convolves = chain is None or not (forward_only or chain.trains)
     together = any(each.name == "backward" for each in operations)
     model, imports = reference.written(
         None if chain is None else list(chain.paths.values()), chain is None or not convolves
@@ -265,7 +265,7 @@ def python_file(
     text = FILE.format(
         title=_title(reference),
         settings=_sentence(str(layer)),
-        how=_how(operations) + _notes(chain, why_not, forward_only),
+        how=_how(operations, variants[0]) + _notes(chain, why_not, forward_only),
         fixed=_wrapped(
             "The shape of the input is fixed. The file holds " + _holds(precisions, layouts, gpus, forward_only) + "."
         ).replace("\n  ", "\n"),
@@ -342,11 +342,11 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _how(operations: Sequence[Operation]) -> str:
-    """Lists the operations with the kernels that run, for the first variant of the file."""
+def _how(operations: Sequence[Operation], variant: Variant) -> str:
+    """Lists the operations with the kernels that run for a variant."""
     lines = []
-    for operation in operations:
-        plan = next(iter(operation.plans.values()))
+    for operation in (each for each in operations if variant in each.plans):
+        plan = operation.plans[variant]
         computed = f" Computes {operation.note}." if operation.note else ""
         told = described(plan).replace("a pass over", "a sweep over")  # checkers take the word for Python's
         lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {told}{computed}"))
@@ -360,7 +360,7 @@ def _notes(chain: Chain | None, why_not: str, forward_only: bool) -> str:
         notes += [f"{_sentence(chain.moved)} moves into the weight, which is computed once."] if chain.moved else []
         left = [each for each in chain.left if each not in VIEWS]
         notes += [f"PyTorch computes behind the kernels: {', '.join(left)}."] if left else []
-        if not forward_only and chain.training is None:
+        if not forward_only and not chain.trains:
             notes.append(
                 "In calls with gradients PyTorch computes what follows the convolution, and differentiates it; "
                 "the convolution and its gradients are kernels of this file."

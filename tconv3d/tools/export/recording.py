@@ -27,7 +27,7 @@ from ...torch_ops.executor import OPERANDS, WITH_STATISTICS
 from ...torch_ops.problems import DTYPES, OperandAddresses, Tail, tf32_level
 from ...torch_ops.pytorch_ops import statistics_dtype
 from ...torch_ops.runner import Runner
-from .passes import DEVICES, Operation, Result, Variant
+from .passes import DEVICES, STRIDES, Operation, Result, Variant
 
 aten = torch.ops.aten
 
@@ -269,17 +269,19 @@ class Recording(Runner):
         written = dict(zip(names[border + 1 :], operands[border + 1 :], strict=False))
         over = any(result is each for result in written.values() for each in given.values())
         kind = next(iter(given.values())).dtype
-        results = tuple(
-            Result(
-                key, tuple(each.shape), dtype="" if each.dtype is kind else TYPES[each.dtype], strides=each.stride()
-            )
-            for key, each in written.items()
-            if each is not None
-        )
+        results = tuple(self._result(key, each, kind) for key, each in written.items() if each is not None)
         operation = self.operations.add(name, tuple(given), results, plan, note, over)
         made = tuple(self.ref(each) for each in written.values() if each is not None)
         args = tuple(self.ref(each) for each in given.values())
         self.steps.append(Step(operation, args, {}, made, made if over else ()))
+
+    def _result(self, name: str, tensor: Tensor, kind: torch.dtype) -> Result:
+        """Describes a result; its strides are left out if it is contiguous, or a volume in the memory format."""
+        shape, dtype = tuple(tensor.shape), "" if tensor.dtype is kind else TYPES[tensor.dtype]
+        if tensor.dim() == 5 and tensor.stride() == STRIDES[self.variant.layout](shape):
+            return Result(name, shape, volume=True, dtype=dtype)
+        strides = () if tensor.is_contiguous() else tensor.stride()
+        return Result(name, shape, dtype=dtype, strides=strides)
 
 
 def _plain(cpp: str) -> str:
