@@ -45,14 +45,17 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., M
         monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         path = tmp_path / "exported_layer.py"
-        dtypes, layouts = TYPES[layer]
-        gpus = ["H200"] if capability == HOPPER else ["any"]
-        path.write_text(export.export(SMALL[layer], dtypes, layouts, gpus, emulated=True))
+        path.write_text(emulated_text(layer, "H200" if capability == HOPPER else "any"))
         module = load_file("exported_layer", path)
         module.DEVICE = "cpu"
         return module
 
     return load
+
+
+@functools.cache
+def emulated_text(layer: str, gpu: str) -> str:
+    return export.export(SMALL[layer], *TYPES[layer], [gpu], emulated=True)
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
@@ -207,6 +210,29 @@ def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., 
     volume = float(y[:, 0].numel())
     torch.testing.assert_close(model.conv_transpose3d.bias.grad, torch.full((24,), volume))
     assert model.conv_transpose3d.weight.grad is None
+
+
+@needs_compiler
+def test_second_derivatives(emulated: Callable[..., ModuleType]) -> None:
+    """Gradients of gradients by the file's kernels, of an input that is not as they read it; bits are exact."""
+    module = emulated("strided, bias", HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    whole_numbers(model, x)
+    found = []
+    for ours in (model, copy.deepcopy(model).double()):
+        call = ours if ours is model else functools.partial(reference, ours)
+        torch.manual_seed(2)
+        given = x.transpose(3, 4).contiguous().transpose(3, 4).to(next(ours.parameters()).dtype).requires_grad_()
+        with precision("tf32"):
+            y = call(given)
+            dy = torch.randint(-2, 3, y.shape).to(y).requires_grad_()
+            leaves = [given, *ours.parameters()]
+            first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+            product = sum((each * torch.randint(-1, 2, each.shape).to(each)).sum() for each in first)
+            found.append([*first, *torch.autograd.grad(product, [dy, *leaves], allow_unused=True)])
+    assert found[0][-1] is None and found[1][-1] is None  # nothing depends on the bias
+    assert all(torch.equal(a.double(), b) for a, b in zip(found[0][:-1], found[1][:-1], strict=True))
 
 
 @needs_compiler
@@ -375,6 +401,7 @@ def test_what_an_exported_block_refuses(emulated: Callable[..., ModuleType]) -> 
     (x,) = module.get_inputs()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="does not know autocast"):
         model(x)
+    assert "The gradients cannot be differentiated again" in str(module.__doc__)
     model.group_norm.eps = 0.5
     with pytest.raises(ValueError, match=r"exported for .*'eps': 1e-05.*, got .*'eps': 0.5"):
         model(x)

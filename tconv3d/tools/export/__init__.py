@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,6 @@ def export(
     layouts: Sequence[str] = (),
     gpus: Sequence[str] = (),
     forward_only: bool = False,
-    command: str = "tconv3d export",
     emulated: bool = False,
 ) -> str:
     """Returns the file for a task or a layer of `layers.LAYERS`, or for a layer written like PyTorch's constructor.
@@ -49,7 +49,18 @@ def export(
     else:
         text = subjects.of_layer(layers.parse(name_or_layer))
     name = name_or_layer if by_name else "layer"
+    command = command_line([name_or_layer], dtypes, layouts, gpus, forward_only)
     return export_like(text, dtypes, layouts, gpus, forward_only, command, name, emulated)
+
+
+def command_line(
+    what: Sequence[str], dtypes: Sequence[str], layouts: Sequence[str], gpus: Sequence[str], forward_only: bool
+) -> str:
+    """Returns the command that exports a layer, or a reference, as a file of these kinds."""
+    words = ["tconv3d", "export", *what]
+    for flag, given in (("dtype", dtypes), ("layout", layouts), ("gpu", gpus)):
+        words += [f"--{flag}", *given] if given else []
+    return shlex.join([*words, *(["--forward-only"] if forward_only else [])])
 
 
 def export_like(

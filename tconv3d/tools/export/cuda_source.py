@@ -78,10 +78,6 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 """
 
 
-# A comment and the empty line between it and what it explains.
-_ATTACHED = re.compile(r"^(// [^\n]*\n)\n(?=template|struct|enum|__device__)", re.MULTILINE)
-
-
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     settings = _settings(operations)
@@ -95,7 +91,6 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     rest = "".join(_kernels(operation, words, every) for operation in trimmed) + _host(trimmed, names, every)
     facts = comments.Facts(comments.words_of(device + rest), _values_of_constants(operations))
     device = tidy(comments.only_true(device, facts))
-    device = _ATTACHED.sub(r"\1", device)
     known = sorted({macro for variant in every for macro in variant.macros}) if len(every) > 1 else []
     macros = _comment(f"Which variant is compiled is said by the macros {', '.join(known)}.") if known else ""
     include = '#include "emulated_ptx_hopper.h"\n' if emulated else ""
@@ -106,8 +101,7 @@ def _arguments(parts: Sequence[Part]) -> dict[str, Members]:
     """Returns, for each kernel, the members that its arguments still have, with those of inner structs."""
     structs: dict[str | None, dict[str, Declaration]] = {}
     for part in parts:
-        unit = Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}")
-        found = {each.name: each for each in unit.declarations if each.kind == "struct"}
+        found = {each.name: each for each in _declarations(part) if each.kind == "struct"}
         structs.setdefault(part.kernel, {}).update(found)
     shared = structs.get(None, {})
     return {
@@ -115,6 +109,10 @@ def _arguments(parts: Sequence[Part]) -> dict[str, Members]:
         for kernel, found in structs.items()
         if kernel is not None and "Args" in found
     }
+
+
+def _declarations(part: Part) -> list[Declaration]:
+    return Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}").declarations
 
 
 def _struct_members(struct: Declaration, known: Mapping[str, Declaration]) -> Members:
@@ -208,10 +206,16 @@ def _device(parts: Sequence[Part]) -> str:
     text = ""
     for (kernel, namespace), group in groupby(parts, key=lambda part: (part.kernel, part.namespace)):
         full = f"{namespace}::{kernel}" if kernel else namespace
-        bodies = [f"{part.comment}\n\n{part.text}" if part.comment else part.text for part in group]
+        bodies = [_explained(part) for part in group]
         rule = f"// ==== The kernel {kernel} " + "=" * (LINE - len(kernel) - 24) + "\n\n" if kernel else ""
         text += f"\n{rule}namespace {full} {{\n\n" + "\n\n".join(bodies) + f"\n\n}}  // namespace {full}\n"
     return text
+
+
+def _explained(part: Part) -> str:
+    """Returns a header's text below the header's comment, which explains the only declaration if there is one."""
+    alone = len(_declarations(part)) == 1 and not part.text.startswith("//")
+    return f"{part.comment}{chr(10) if alone else chr(10) * 2}{part.text}" if part.comment else part.text
 
 
 # ---- which variants share a section
@@ -344,7 +348,8 @@ def _functions(operation: Operation, names: Mapping[str, Members], every: Sequen
         if operation.has_workspace:
             own += f"long long {operation.name}_workspace() {{ return {plan.workspace_bytes}; }}\n"
         own += listed(start, parameters(operation), ") {", len(start))
-        own += "".join(_launch(operation, plan, i, names) for i in range(len(plan.launches)))
+        launches = [_launch(operation, plan, i, names) for i in range(len(plan.launches))]
+        own += launches[0] if len(launches) == 1 else "".join(f"  {{\n{each}  }}\n" for each in launches)
         text += guarded(own + "}\n", section.plans, every)
     return text
 
@@ -453,9 +458,11 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Me
     cluster = cluster_of(launch)
     given = [f'"{launch.kernel}"', function, f"dim3{{{grid}}}", str(launch.threads), str(launch.shared_bytes)]
     given += ["args", "stream", *([str(cluster)] if cluster > 1 else [])]
-    start = "    launch_clusters(" if cluster > 1 else "    launch("
+    columns = 2 if len(plan.launches) == 1 else 4  # several launches are in blocks of their own
+    start = " " * columns + ("launch_clusters(" if cluster > 1 else "launch(")
     call = listed(start, given, ");", len(start))
-    return f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + call + "  }\n"
+    declared_as = f"{' ' * columns}const {launch.kernel}::Args args{{\n"
+    return declared_as + listed(" " * (columns + 4), fields, "};", columns + 4) + call
 
 
 def _fields(name: str, value: object, members: Members) -> list[str]:
