@@ -449,6 +449,38 @@ def test_nvcc_compiles_tasks_without_a_warning(name: str, which: str, tmp_path: 
     assert "warning" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ("nvcc", "ninja"))), reason="nvcc or ninja is not installed")
+def test_load_inline_compiles_both_sources_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs what the file's call of load_inline does but the link, for which PyTorch must be one with CUDA."""
+    said = []
+
+    def run_ninja(directory: str, *others: Any, **named: Any) -> None:
+        words = ["ninja", "-v", "main.o", "cuda.cuda.o"]
+        done = subprocess.run(words, cwd=directory, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        said.append(done.stdout)
+
+    listed = subprocess.run(["nvcc", "--dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
+    (top,) = re.findall(r"^#\$ TOP=(.*)$", listed, re.MULTILINE)
+    generated = tmp_path / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"  # what a CPU build lacks
+    generated.parent.mkdir(parents=True)
+    generated.write_text("#pragma once\n")
+    monkeypatch.setenv("CPATH", str(tmp_path / "include"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(Path(top).resolve()))
+    monkeypatch.setattr(cpp_extension, "_run_ninja_build", run_ninja)
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *others, **named: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    path = tmp_path / "model_new.py"
+    path.write_text(
+        export.export("8, 8, kernel_size=3, groups=8, size=4", ["float16"], gpus=["H200"], forward_only=True)
+    )
+    load_file("model_new", path).extension(0, "float16", "contiguous")
+    assert "warning" not in said[0] and "sm_90a" in said[0]
+    assert all(flag in said[0] for flag in cpp_extension.COMMON_NVCC_FLAGS)
+
+
 # ---- on a GPU
 
 
