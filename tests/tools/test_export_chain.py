@@ -24,6 +24,7 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.tools import export
 from tconv3d.tools.bench.precision import precision
+from tconv3d.tools.export.formulas import formula
 from tconv3d.torch_ops import executor
 
 needs_compiler = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
@@ -249,11 +250,26 @@ def exported(name: str, **options: Any) -> str:
 def test_the_header_says_what_is_computed_where() -> None:
     text = exported("left to PyTorch", forward_only=True)
     assert "PyTorch computes behind the kernels: _softmax." in text
-    assert "Computes Smallest<Largest<Value, Number<0, 0>>, Number<1, 0>>." in text
+    assert "Computes min(max(z, 0), 1)." in text
     assert "An average pool moves into the weight" in exported("moved", forward_only=True)
     text = exported("passed tensor")
     assert "In calls with gradients PyTorch computes what follows the convolution" in text
     assert "functional.hardswish(" in text and "from torch.nn import functional\n" in text
+
+
+@pytest.mark.parametrize(
+    ("cpp", "written"),
+    [
+        ("tconv3d::Product<tconv3d::Value, tconv3d::Sigmoid<tconv3d::Value>>", "z * sigmoid(z)"),
+        ("Let<Sum<Value, Vectored<0>>, Choice<Greater<Local<0>, Number<0, 0>>, Local<0>, Number<1, -2>>>",
+         "a if (a > 0) else 0.25 with a = z + v0"),
+        ("ExpressionList<Whole<0>, ExpressionList<Negative<Value>, NoExpression>>", "t0, -(z)"),
+        ("AxisProgram<EachElement<Quotient<Local<1>, Local<0>>>, Then<Reduced<Adding, Value>, Done>>",
+         "sum along the axis, and from these the result of every element"),
+    ],
+)  # fmt: skip
+def test_formulas_are_written_for_readers(cpp: str, written: str) -> None:
+    assert formula(cpp) == written
 
 
 @pytest.mark.parametrize("name", CHAINS)

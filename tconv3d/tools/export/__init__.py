@@ -69,7 +69,7 @@ def export_like(
     layouts: Sequence[str] = (),
     gpus: Sequence[str] = (),
     forward_only: bool = False,
-    command: str = "tconv3d export",
+    command: str = "tconv3d export --like reference.py",
     name: str = "model",
     emulated: bool = False,
     evaluated: bool = False,

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from .tidy import LINE
 
 _FILE = r"\b(?:[\w/]+\.(?:cuh|cu|py|md)|\w+_\w+\.h)\b"
-_CASE = re.compile(r"[;,] with (k[A-Z]\w*)(,?) ([^;,.]*)")  # of a comment that says what a member is in some builds
+# Matches a case in a comment: what a member is in builds that have a constant.
+_CASE = re.compile(r"[;,] with (k[A-Z]\w*)(,?) ([^;,.]*)")
 _GONE = re.compile(rf"{_FILE}|\b[Ff]iles?\b|emulator|TCONV3D_")
 _NAMES = re.compile(r"\bk[A-Z]\w*|\b[a-z]\w*(?=\(\))|(?<=`)[A-Za-z_]\w*(?=`)|\b[a-z]+_\w+\b|\b[A-Z]\w*(?=::)")
 _LEAD = re.compile(r"([ \t]*)//( ?)(.*)")

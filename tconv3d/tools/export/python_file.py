@@ -128,6 +128,10 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
+LEGEND = (
+    "In the formulas z is the element that the kernel has, v0, v1 and so on are numbers per channel, t0, t1 elements "
+    "of other tensors, and a, b, c numbers that are computed once."
+)
 ONCE = "The gradients cannot be differentiated again: PyTorch raises an error that says so."
 TWICE = "The gradients of gradients, of any order, are computed by the same kernels."
 VIEWS = ("view", "reshape", "expand", "permute", "squeeze", "unsqueeze", "getitem")
@@ -188,7 +192,7 @@ class Gradients(torch.autograd.Function):
 {bias_gradient}        )
 
     @staticmethod
-    def backward(ctx: Any, {second_parameters}) -> tuple[Tensor | None, ...]:
+    def backward({second_parameters}) -> tuple[Tensor | None, ...]:
         """The gradients of dy, x and weight; those of {first_gradients} are given, or None."""
         dy, x, weight = ctx.saved_tensors
 {zeros}        terms = [] if grad_dx is None else [Convolution.apply(grad_dx, weight{zeros_argument})]
@@ -399,7 +403,7 @@ def _how(operations: Sequence[Operation], variant: Variant) -> str:
         computed = f" Computes {operation.note}." if operation.note else ""
         told = described(plan).replace("a pass over", "a sweep over")  # checkers take the word for Python's
         lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {told}{computed}"))
-    return "".join(lines)
+    return "".join([*lines, *([_wrapped(f"- {LEGEND}")] if any(each.note for each in operations) else [])])
 
 
 def _notes(chain: Chain | None, why_not: str, forward_only: bool, layer_norm: bool) -> str:
@@ -484,10 +488,11 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
 def _second(layer: Layer) -> dict[str, str]:
     """Returns what the second derivatives of a convolution with a bias have, and of one without."""
     names = ["dx", "dw", "db"] if layer.bias else ["dx", "dw"]
+    parameters = ", ".join(["ctx: Any", *(f"grad_{name}: Tensor | None" for name in names)])
     zeros = "        zeros = dy.new_zeros(dy.shape[1])  # a bias that adds nothing\n"
     term = "        terms += [] if grad_db is None else [grad_db.reshape(1, -1, 1, 1, 1).expand_as(dy)]\n"
     return {
-        "second_parameters": ", ".join(f"grad_{name}: Tensor | None" for name in names),
+        "second_parameters": f"\n        {parameters}\n    " if layer.bias else parameters,
         "first_gradients": ", ".join(names[:-1]) + f" and {names[-1]}",
         "zeros": zeros if layer.bias else "",
         "zeros_argument": ", zeros" if layer.bias else "",

@@ -27,6 +27,7 @@ from ...torch_ops.executor import OPERANDS, WITH_STATISTICS
 from ...torch_ops.problems import DTYPES, OperandAddresses, Tail, tf32_level
 from ...torch_ops.pytorch_ops import statistics_dtype
 from ...torch_ops.runner import Runner
+from .formulas import formula
 from .passes import DEVICES, STRIDES, Operation, Result, Variant
 
 aten = torch.ops.aten
@@ -237,11 +238,11 @@ class Recording(Runner):
         note = ""
         if tail is not None:
             names = tail.among(names)
-            note = _plain(tail.expression)
+            note = formula(tail.expression)
             operands = (*given, *((tail.vectors, *tail.wholes) if tail.has_operands else ()))
         plan = planner.plan(problem, DEVICES[self.variant.gpu])
         plain = tail is None and not statistics and {self.ref(x), self.ref(weight)} <= set(self.inputs)
-        note = "" if note == "Value" else note
+        note = "" if note == "z" else note
         self._add("forward" if plain else "fused_forward", plan, names, (*operands, None, y, *statistics), note)
         return y, *statistics
 
@@ -255,10 +256,9 @@ class Recording(Runner):
     ) -> None:
         found = plan()
         types = ("Expression", "Expressions", "Program", "Before", "After")
-        told = [f"{_plain(str(value))}" for name, value in found.launches[0].constants if name in types]
-        self._add(
-            NAMES[found.kernel], found, names, operands, ", then ".join(each for each in told if each != "Value")
-        )
+        told = [formula(str(value)) for name, value in found.launches[0].constants if name in types]
+        note = ", then ".join(each for each in told if len(each) > 1)  # one letter is an operand as it is
+        self._add(NAMES[found.kernel], found, names, operands, note)
 
     def _add(
         self, name: str, plan: Plan, names: tuple[str, ...], operands: Sequence[Tensor | None], note: str
@@ -282,10 +282,6 @@ class Recording(Runner):
             return Result(name, shape, volume=True, dtype=dtype)
         strides = () if tensor.is_contiguous() else tensor.stride()
         return Result(name, shape, dtype=dtype, strides=strides)
-
-
-def _plain(cpp: str) -> str:
-    return cpp.replace("tconv3d::", "")
 
 
 class _Watching(TorchDispatchMode):
