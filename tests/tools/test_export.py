@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import io
 import re
 import shutil
 import subprocess
@@ -28,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils import cpp_extension
 
 from tconv3d import emulator
+from tconv3d.runtime import compiler
 from tconv3d.tools import cli, export, tasks
+from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
 from tconv3d.tools.export.program import Declaration, Unit
 
@@ -447,6 +450,41 @@ def test_nvcc_compiles_tasks_without_a_warning(name: str, which: str, tmp_path: 
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr
+
+
+CHEAP = ("depthwise_64", "nnunet_320_320_4")  # layers of the README whose forward pass is exported within seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "forward_only"),
+    [
+        *((name, True) for name in CHEAP),
+        *(
+            pytest.param(name, forward_only, marks=pytest.mark.thorough)
+            for name in layers.LAYERS
+            for forward_only in (False, True)
+            if not (forward_only and name in CHEAP)
+        ),
+    ],
+)
+def test_nvrtc_compiles_the_kernels_of_every_layer(name: str, forward_only: bool) -> None:
+    """Without a warning, and a benchmark's checker finds nothing in the file."""
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError as error:
+        pytest.skip(str(error))
+    from cuda.core import Program, ProgramOptions
+
+    text = exported(name, "tf32", forward_only=forward_only)
+    bare = re.sub(r"(#|//).*", "", text)
+    assert {what for what, pattern in FORBIDDEN.items() if re.search(pattern, bare)} == set()
+    device, _, _ = source_of(text, "CUDA_SOURCE").partition("// ==== Launching")
+    device = re.sub(r"^#include.*", "", device, flags=re.MULTILINE)
+    log = io.StringIO()
+    Program(
+        device, "c++", ProgramOptions(arch="sm_90a", std="c++20", device_as_default_execution_space=True)
+    ).compile("cubin", logs=log)
+    assert "warning" not in log.getvalue(), log.getvalue()
 
 
 @pytest.mark.slow
