@@ -50,6 +50,7 @@ def costs_of(layer: Layer, piece: Words) -> Costs:
     return WORDS if layer.slow or (layer.elements_y and not piece.lines) else VECTORS
 
 
+ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
 # A block that writes its sums straight to the result takes RESULT_ELEMENT cycles per element and RESULT_RUN cycles
@@ -132,6 +133,56 @@ def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) 
         work = step_work(layer, made, piece, conflicts)
         cycles += count * (d * work.cycles + made.contents.ahead * work.coming)
     return h * w * cycles
+
+
+class LeastCost:
+    """Lower bounds of `box_cost` for the boxes of a tiling: no bank conflicts, and room for all groups of sheets."""
+
+    def __init__(self, layer: Layer, tiling: Tiling) -> None:
+        self.layer, self.tiling = layer, tiling
+        self.turners = layer.turners(tiling.share)
+        self.line_words: dict[int, int] = {}
+        rows = 2 * tiling.share.consumers * tiling.row_tiles
+        costs = [costs_of(layer, piece) for piece, _ in tiling.unlike_pieces]
+        self.pieces = [
+            (piece, count, cost, rows * item_cycles(cost, piece, tiling.columns, tiling.depth))
+            for (piece, count), cost in zip(tiling.unlike_pieces, costs, strict=True)
+        ]
+
+    def of(self, box: Box, size: Triple) -> float:
+        layer, tiling, k_rows = self.layer, self.tiling, box.k_rows
+        first, columns = tiling.pieces[0], tiling.columns
+        if box.w not in self.line_words:
+            self.line_words[box.w] = max([piece.line_words(box.w) for piece in tiling.pieces])
+        line_words, planes = self.line_words[box.w], box.d * tiling.planes[0]
+        lines = box.h * first.at_once + tiling.reach[1]
+        slots = tiling.planes[1] * lines * tiling.planes[2] * line_words // first.vector
+        together = planes if first.at_once > 1 else 1
+        words_x, copiers = k_rows * 32 * columns, 4 * tiling.share.producers - self.turners
+        ahead, cycles = -(-tiling.reach[0] // box.d), 0.0
+        d, h, w = box.count(size, layer.per_word)
+        for piece, count, costs, item in self.pieces:
+            words_y = planes * slots * piece.vector * tiling.out_tile
+            turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
+            stride = 1 if isinstance(piece, Lines) else piece.stride
+            elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
+            blocks_y = planes // together * -(-slots * together // (32 if piece.lines else 16))
+            x = k_rows * (
+                costs.x_row + columns / JOB_CHANNELS * (costs.x_vectors if layer.vectors_x else costs.x_words)
+            )
+            copying = (x + elements * blocks_y * (costs.y_block + costs.y_line * tiling.lines)) / copiers
+            sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))
+            sectors += words_y * stride / len(piece.offsets) * (1 + SECTOR_WORDS / (line_words * stride))
+            parts = (
+                k_rows * item + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
+                copying + costs.copying,
+                costs.turning * k_rows * columns / JOB_CHANNELS / self.turners if turned else 0.0,
+                4 * sectors / costs.l2_bytes,
+            )
+            longest = max(parts)
+            step = longest + costs.overlap * (sum(parts) - longest) + costs.step
+            cycles += count * (d * step + ahead * max(parts[1], parts[3]))
+        return ROUNDING * h * w * cycles
 
 
 def steps_of(batch: int, size: Triple, layer: Layer, box: Box) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from ...planning.geometry import Geometry, Triple
 from ...planning.problem import Device, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
-from .hopper_model import box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
+from .hopper_model import LeastCost, box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
 from .hopper_taps import Words, row_choices
 from .hopper_tiling import SHARES, Box, Buffers, Contents, Layer, Share, Tiling, buffers
 from .segments import SEGMENT
@@ -55,16 +55,20 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
 
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
-    # A box without padding and without bank conflicts gives a lower bound of the cost of the box.
-    bare = [made for box in boxes(size, layer.per_word) for made in Contents.of(tiling, box).padded(room)]
-    least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare}
-    best, cost = None, inf
-    for box in sorted(least, key=lambda box: least[box]):
-        if least[box] > cost:
+    """Returns the box with the least predicted cycles, and its buffers; None if no box fits."""
+    bound, best = LeastCost(layer, tiling), None
+    key = (inf, inf, 0)
+    found = ((bound.of(box, size), number, box) for number, box in enumerate(boxes(size, layer.per_word)))
+    for least, number, box in sorted(found, key=itemgetter(0, 1)):
+        if least > key[0]:
             break
         made = buffers(tiling, box, room)
-        if made is not None and box_cost(layer, made, size) < cost:
-            best, cost = made, box_cost(layer, made, size)
+        if made is not None and (cost := box_cost(layer, made, size)) <= key[0]:
+            # Among boxes of equal cost, the one that would be faster without bank conflicts is taken.
+            bare = next(Contents.of(tiling, box).padded(room))
+            each = (cost, box_cost(layer, bare, size, conflicts=1.0), number)
+            if each < key:
+                best, key = made, each
     return best
 
 
@@ -81,9 +85,13 @@ def tilings(layer: Layer, device: Device, count: int = 1) -> tuple[Tiling, ...]:
     costs: list[tuple[float, Tiling]] = []
     for _, _, arguments in nsmallest(max(24, 2 * count), candidates(layer)):
         tiling = Tiling(*arguments)
-        made = [found for box in NOMINAL_BOXES if (found := buffers(tiling, box, device.shared_bytes))]
-        if made:
-            each = min(box_cost(layer, m, NOMINAL) for m in made)
+        bound, each = LeastCost(layer, tiling), inf
+        for least, box in sorted([(bound.of(box, NOMINAL), box) for box in NOMINAL_BOXES], key=itemgetter(0)):
+            if least > each:
+                break
+            if made := buffers(tiling, box, device.shared_bytes):
+                each = min(each, box_cost(layer, made, NOMINAL))
+        if each < inf:
             costs.append((each * tiling.kinds(layer.geometry), tiling))
     return tuple(tiling for _, tiling in sorted(costs, key=itemgetter(0))[:count])
 

@@ -223,7 +223,10 @@ class Contents(NamedTuple):
         return min(fitting, self.ahead + 3, MAX_GROUPS) if fitting >= self.ahead + 2 <= MAX_GROUPS else 0
 
     def padded(self, room: int, pads: Iterable[int] = (0,), skews: Iterable[int] = (0,)) -> Iterator[Buffers]:
-        """Yields the buffers that fit, for lines padded by `pads` words and pairs padded by `skews` words."""
+        """Yields the buffers that fit, for lines padded by `pads` words and pairs padded by `skews` words.
+
+        Both are in ascending order: where some padding does not fit, more does not either.
+        """
         sides, planes = self.tiling.sides, self.tiling.planes
         multiple = 4 // sides
         for pad in pads:
@@ -233,9 +236,13 @@ class Contents(NamedTuple):
             plane_pitch = self.lines * line_pitch
             plane_pitch += (8 - plane_pitch) % 16 if planes[2] > 1 else 0
             pair_pitch = -(-sides * prod(planes) * plane_pitch // 4) * 4
+            if not self.groups(pair_pitch, room):
+                return
             for skew in skews:
-                if groups := self.groups(pair_pitch + skew, room):
-                    yield Buffers(self, line_pitch, plane_pitch, pair_pitch + skew, groups)
+                groups = self.groups(pair_pitch + skew, room)
+                if not groups:
+                    break
+                yield Buffers(self, line_pitch, plane_pitch, pair_pitch + skew, groups)
 
 
 class Buffers(NamedTuple):
