@@ -182,6 +182,13 @@ TWINS = (
         Case(ODD, wanted=("weight",)),
     ),
     Twin(
+        "hopper_weight_grad",
+        "hopper_weight_grad",
+        "inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w : 0;",
+        "inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w - 1 : 0;",
+        Case(ODD, wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
         "rows_weight_grad",
         "rows_weight_grad",
         "h >= 0 && h < args.dy_size.h && channel < C::kOutPerGroup;",

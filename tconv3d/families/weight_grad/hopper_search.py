@@ -152,7 +152,7 @@ def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling 
     """Returns the tiling for a volume, or None. It is one of the layer's repertoire, so that a new volume seldom
     compiles a new kernel."""
     return _repertoire.choose(
-        (layer.geometry, layer.dtype, layer.unit_c_x, layer.unit_c_y, device),
+        (layer.geometry, layer.dtype, layer.piece_x, layer.piece_y, device),
         (layer, batch, size),
         lambda: own_tiling(layer, device, batch, size),
         lambda: _typical_tilings(layer, device, batch * prod(size)),
@@ -160,7 +160,7 @@ def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling 
     )
 
 
-_repertoire = Repertoire[tuple[Geometry, str, bool, bool, Device], tuple[Layer, int, Triple], Tiling]()
+_repertoire = Repertoire[tuple[Geometry, str, int, int, Device], tuple[Layer, int, Triple], Tiling]()
 
 
 def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[Tiling]:
