@@ -30,8 +30,8 @@ from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strid
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.side import Side
 from ...runtime import cache, plain, sources
-from .build import Build, round_up
-from .candidates import Nominal, builds_of, last_tiles_divided
+from .build import Build, Input, round_up
+from .candidates import MEASURED_LINE_TILES, Nominal, builds_of, last_tiles_divided
 from .job import Job, job_of
 from .launches import HaloPlan, assemble
 from .measured import VERSION
@@ -47,6 +47,7 @@ MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 AS_GOOD = 1.03  # ratio of predicted times up to which two builds count as equally fast
 SPREAD = 1.04  # ratio of predicted times: the last tiles are divided only if that saves at least 4%
 TORN = 1.01  # factor on the predicted time of builds that write partial sectors, among equally fast builds
+UNMEASURED = 1.1  # factor on the predicted time of builds on lines with more tiles than any measured build
 HOPELESS = 1.5  # ratio to the best predicted time above which tuning does not measure a build
 TUNED = ".tuned"  # suffix of measured choices in the disk cache
 
@@ -197,9 +198,10 @@ def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float =
     """Returns the predicted cycles of the builds that may be as fast as the best and take at most `most` cycles."""
     costs: dict[Build, float] = {}
     for build in found:
-        tiling = best_tiling(build, job, multiprocessors, min(most, AS_GOOD * min(costs.values(), default=inf)))
-        if tiling is not None:
-            costs[build] = tiling[0]
+        factor = UNMEASURED if build.input is Input.LINES and build.out_tiles > MEASURED_LINE_TILES else 1.0
+        limit = min(most, AS_GOOD * min(costs.values(), default=inf)) / factor
+        if (tiling := best_tiling(build, job, multiprocessors, limit)) is not None:
+            costs[build] = tiling[0] * factor
     return costs
 
 
