@@ -51,10 +51,11 @@ def costs_of(layer: Layer, piece: Words) -> Costs:
     return WORDS if layer.slow or (layer.elements_y and not piece.lines) else VECTORS
 
 
-# Cycles of a producer warp for rows of channels: per copy of x, per line of dy, per copy of dy, and per job of x that
-# is transposed. They are derived from the compiled loops, which have 28, 100, 14 and 39 instructions for these, at 4
-# cycles per instruction, to which the fitted costs of the other copies amount too.
-ROW_COPY_X, ROW_LINE_Y, ROW_COPY_Y, ROW_TURNING = 112.0, 400.0, 55.0, 156.0
+# Cycles of a producer warp for rows of channels: per copy of x, per line of dy, per copy of dy (of tiles of a
+# multiple of 4 channels, whose segments are further apart, and of others), and per job of x that is transposed. They
+# are derived from the compiled loops, which have 19, 90, 13, 8 and 35 instructions for these, at 4 cycles per
+# instruction, to which the fitted costs of the other copies amount too.
+ROW_COPY_X, ROW_LINE_Y, ROW_COPY_Y, ROW_TURNING = 76.0, 360.0, (52.0, 33.0), 140.0
 
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
@@ -131,7 +132,8 @@ def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> flo
         rows, copies = row_copies(made.tiling.out_tile // gcd(layer.piece_y, made.tiling.out_tile))
         phases = made.tiling.planes[2] if rows % made.tiling.planes[2] == 0 else 1
         jobs = planes * made.slots // made.line_words // phases
-        return x + jobs * (ROW_LINE_Y + ROW_COPY_Y * -(-made.line_words // (rows // phases)) * copies)
+        each = ROW_COPY_Y[made.tiling.out_tile % 4 > 0]
+        return x + jobs * (ROW_LINE_Y + each * -(-made.line_words // (rows // phases)) * copies)
     elements = 4 / 3 if layer.elements_y and not piece.lines else 1.0
     return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
 

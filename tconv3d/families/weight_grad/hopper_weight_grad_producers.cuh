@@ -134,29 +134,31 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
   };
   // Address of a channel of a job at one of the 32 positions of a row of K, before turn_rows() transposes the
   // job. Neighbouring jobs have neighbouring positions in other banks.
-  __device__ __forceinline__ unsigned* row_x(int stage, int job, int position, int channel) const {
+  __device__ __forceinline__ unsigned* row_x(int stage, unsigned job, unsigned position, int channel) const {
     return reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + job * kJobChannels * kRowWords +
            (position ^ job % 4) * kJobChannels + channel;
   }
-  // Copies rows of channels of x. A lane has one piece of every kRows-th position, or several pieces of every
-  // position if a row has more than 32.
+  // Copies rows of channels of x. A lane has one or several pieces of every kRows-th position.
   __device__ __forceinline__ void copy_rows_x(int stage, const Run& run, int step) const {
     using Lanes = RowLanes<C::kColumns, C::kPieceX>;
-    const int channel = kind.first_in + Lanes::channel(lane), count = row_segments() * kRowWords;
+    const int channel = kind.first_in + Lanes::channel(lane);
+    const unsigned count = static_cast<unsigned>(row_segments()) * kRowWords;
     const Scalar* const x = static_cast<const Scalar*>(args.x) + (kind.group * C::kInPerGroup + channel);
     if (Lanes::row(lane) >= Lanes::kRows) return;
 #pragma unroll 2
-    for (int position = warp * Lanes::kRows + Lanes::row(lane); position < count;
+    for (unsigned position = static_cast<unsigned>(warp * Lanes::kRows + Lanes::row(lane)); position < count;
          position += kCopiers * Lanes::kRows) {
-      const Source source = find_x(run, step, segments[position / kSegment], position % kSegment);
-      const int job = position / kRowWords * kJobsX;
+      const Source source =
+          find_x(run, step, segments[position / kSegment], static_cast<int>(position % kSegment));
+      const Scalar* const from = x + source.offset;
+      const unsigned job = position / kRowWords * kJobsX;
       Lanes::for_each(lane, [&](int further) {
         // Channels past the last one are zero: their sums are never written.
         const bool exists = source.first && channel + further < C::kInPerGroup;
         const int own = Lanes::channel(lane) + further;
-        ptx::copy_words_once<Lanes::kPiece>(
-            row_x(stage, job + own / kJobChannels, position % kRowWords, own % kJobChannels),
-            x + (source.offset + further), exists);
+        ptx::copy_words_once<Lanes::kPiece>(row_x(stage, job + static_cast<unsigned>(own / kJobChannels),
+                                                  position % kRowWords, own % kJobChannels),
+                                            from + further, exists);
       });
     }
   }
@@ -212,7 +214,7 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
     const int row = lane % kJobChannels, word = lane / kJobChannels;
 #pragma unroll 1
     for (int job = own.begin; job < own.end; ++job) {
-      const unsigned* const from = row_x(stage, job, word, row);
+      const unsigned* const from = row_x(stage, static_cast<unsigned>(job), static_cast<unsigned>(word), row);
       Vector<unsigned, 4> pieces[2];
 #pragma unroll
       for (int i = 0; i < kRowSegments; ++i) {
