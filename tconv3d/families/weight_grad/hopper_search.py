@@ -26,6 +26,9 @@ MAX_SEGMENTS = 128  # most segments of a box
 MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and operands, with 1 and 2 sets of operands
+# More registers where both tensors have rows of channels, and where one of them has: with fewer, products are
+# serialized, or producers spill.
+ROWS_REGISTERS = (6, 12)
 MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
 # The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
@@ -111,10 +114,13 @@ def candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
     """Yields tilings that fit the registers, each after a rough cost per position, without halos, and a unique number
     that breaks ties."""
     g, number = layer.geometry, 0
+    more = 0 if not (layer.piece_x or layer.piece_y) else ROWS_REGISTERS[not (layer.piece_x and layer.piece_y)]
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(pieces_of(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
         taps = max(len(piece.taps) for piece in pieces)
-        fragments = [max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2)]
+        fragments = [
+            max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] + more for depth in (1, 2)
+        ]
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
         kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))

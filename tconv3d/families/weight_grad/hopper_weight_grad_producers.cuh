@@ -121,6 +121,9 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
     static constexpr int times(int lanes) { return (kPieces + lanes - 1) / lanes; }
     static constexpr int kLanes = lanes();
     static constexpr int kRows = 32 / kLanes;  // rows at a time; other lanes are idle
+    // Rows of a lane that are in flight at once: more copies would take more registers than producers have.
+    static constexpr int kAtOnce =
+        times(kLanes) > 2 ? 1 : (C::kProducerRegisters < 64 ? 2 : 4) / times(kLanes);
     static __device__ __forceinline__ int row(int lane) { return lane / kLanes; }
     static __device__ __forceinline__ int channel(int lane) { return lane % kLanes * kPiece; }
     // Calls a function with the distance of each of a lane's pieces from its first one, in channels.
@@ -141,11 +144,12 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
   // Copies rows of channels of x. A lane has one or several pieces of every kRows-th position.
   __device__ __forceinline__ void copy_rows_x(int stage, const Run& run, int step) const {
     using Lanes = RowLanes<C::kColumns, C::kPieceX>;
+    constexpr int kAtOnce = Lanes::kAtOnce < 2 ? 1 : 2;
     const int channel = kind.first_in + Lanes::channel(lane);
     const unsigned count = static_cast<unsigned>(row_segments()) * kRowWords;
     const Scalar* const x = static_cast<const Scalar*>(args.x) + (kind.group * C::kInPerGroup + channel);
     if (Lanes::row(lane) >= Lanes::kRows) return;
-#pragma unroll 2
+#pragma unroll kAtOnce
     for (unsigned position = static_cast<unsigned>(warp * Lanes::kRows + Lanes::row(lane)); position < count;
          position += kCopiers * Lanes::kRows) {
       const Source source =
@@ -304,7 +308,7 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
                            (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + line * args.line_pitch +
                            Lanes::channel(lane);
       const int end = inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w : 0;
-#pragma unroll 4
+#pragma unroll Lanes::kAtOnce
       for (int position = begin; position < args.line_words; position += kStep) {
         Lanes::for_each(lane, [&](int further) {
           // Channels past the last one are zero: their sums are never written.
