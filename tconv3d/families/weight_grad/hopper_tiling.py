@@ -64,7 +64,8 @@ class Layer:
         """Returns how many producer warps reorder x in shared memory; the other producer warps copy."""
         if self.slow:
             return 1
-        return share.producers if self.piece_x else 3 * share.producers // 2
+        words = self.geometry.stride[2] > 1 and self.vector_y == 1  # lines of dy take the most copies
+        return share.producers if self.piece_x or words else 3 * share.producers // 2
 
     @property
     def per_word(self) -> int:
