@@ -1,18 +1,22 @@
-"""Offers gradients whose output gradient has lines of odd length, by way of a copy with lines of whole vectors.
+"""Offers gradients whose output gradient has lines of odd length, by way of a copy that kernels can read in vectors.
 
 Kernels copy lines of 16-bit elements in words or vectors. Where lines have an odd length, half of them begin in the
-middle of a word, and kernels fall back to single elements. This module copies dy once, with columns of zeros behind
-every line (device/align.cuh), and asks the planner for the cheapest cover of the layer with so much more output
-padding along w: the zeros add nothing to any gradient. It needs no kernel of any family, and works on every GPU that
-the families work on. The predicted time is that of the cover and of the copy.
+middle of a word, and kernels fall back to single elements. This module copies dy once, in one of two ways, and asks
+the planner for the cheapest cover of the gradients of the copy:
 
-This module knows nothing of which families there are.
+- Lines are followed by columns of zeros up to whole vectors (device/align.cuh), and the layer has so much more output
+  padding along w: the zeros add nothing to any gradient.
+- dy, and x for a weight gradient, are written as channels-last tensors (device/turn.cuh), in which no line begins
+  anywhere but at a position's channels.
+
+It needs no kernel of any family, and works on every GPU that the families work on. The predicted time is that of the
+cover and of the copy. This module knows nothing of which families there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -22,15 +26,29 @@ from .calibration import Work
 from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Offer, Refusal, Wanted
-from .problem import Device, Pass, Plan, Problem, Strides, bias_grad_problem, contiguous_strides
+from .problem import (
+    Device,
+    Pass,
+    Plan,
+    Problem,
+    Strides,
+    bias_grad_problem,
+    channels_last_strides,
+    contiguous_strides,
+)
+from .turning import Turning, turn, turning
 
 KERNEL = "align"
 VECTOR = 8  # elements of 16 bits in 16 bytes
-MOST_BYTES = 2**29  # bytes of the copy
+TO_ROWS = "to_rows"  # names the offers by way of channels-last copies
+MOST_BYTES = 2**29  # bytes of the copies
+# Bytes that the transpose reads and writes per cycle and multiprocessor: the measured rate for elements in pairs, and
+# fewer for single elements, of which nobody has measured any.
+TURNED_BYTES = {True: 14.0, False: 11.0}
 THREADS = 256
 AT_ONCE = 4  # vectors per thread
 REGION_ALIGN = 256
-ALIGNED = "aligned dy"  # region of the workspace
+ALIGNED, ROWS_DY, ROWS_X = "aligned dy", "dy as rows", "x as rows"  # regions of the workspace
 
 ALIGN = Arguments(
     KERNEL,
@@ -80,8 +98,64 @@ def inner(problem: Problem) -> Problem:
     )
 
 
+def as_rows(problem: Problem) -> Problem:
+    """Returns the problem on channels-last copies of dy and, for the weight gradient, of x."""
+    shape = shape_of(problem)
+    strides = channels_last_strides(shape)
+    if problem.which is Pass.BIAS_GRAD:
+        return bias_grad_problem(problem.batch, shape[1], shape[2:], problem.dtype, strides)
+    if problem.which is Pass.INPUT_GRAD:
+        return replace(problem, output=strides, aligned=True)
+    return replace(problem, output=strides, input=channels_last_strides(_x_shape(problem)), aligned=True)
+
+
+def _x_shape(problem: Problem) -> tuple[int, ...]:
+    return (problem.batch, problem.geometry.in_channels, *problem.input_size)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Describes a way to copy: the offer's kernel, the problems on the copies, and the launch that makes them."""
+
+    kernel: str
+    problems: dict[Pass, Problem]
+    launch: Launch
+    copies: dict[str, tuple[str, int]]  # region of the workspace and bytes, by the operand that is copied
+    cycles: float  # cycles of the launch, if not counted by the rate per byte of the tensors
+    why: str
+
+
+def _padded_copy(main: Problem, wanted: Wanted) -> Copy:
+    shape = aligned_shape(main)
+    why = f"dy copied to lines of {shape[4]} elements before"
+    problems = {which: inner(problem) for which, problem in wanted.items()}
+    return Copy(KERNEL, problems, _launch(main), {"dy": (ALIGNED, 2 * prod(shape))}, 0.0, why)
+
+
+def _rows_copy(main: Problem, wanted: Wanted, device: Device) -> Copy | None:
+    """Returns the copy as channels-last tensors, or None if positions would not have whole vectors of channels."""
+    g = main.geometry
+    if main.which is not Pass.WEIGHT_GRAD or g.in_channels % VECTOR or g.out_channels % VECTOR:
+        return None
+    if main.input != contiguous_strides(_x_shape(main)):
+        return None
+    turnings = [
+        turning(name, to, shape, 2, main.aligned, back=True)
+        for name, to, shape in (("dy", ROWS_DY, shape_of(main)), ("x", ROWS_X, _x_shape(main)))
+    ]
+    problems = {which: as_rows(problem) for which, problem in wanted.items()}
+    copies = {each.from_: (each.to, 2 * each.count) for each in turnings}
+    cycles = sum(map(_turned_cycles, turnings)) / device.multiprocessors
+    launch = turn(turnings, overlaps=False)
+    return Copy(TO_ROWS, problems, launch, copies, cycles, "dy and x written as channels-last tensors before")
+
+
+def _turned_cycles(each: Turning) -> float:
+    return 2 * 2 * each.count / each.efficiency / TURNED_BYTES[each.pairs]
+
+
 def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[Answer]:
-    """Returns an offer for all wanted gradients of a layer whose dy has 16-bit lines of odd length, or a refusal.
+    """Returns offers for all wanted gradients of a layer whose dy has 16-bit lines of odd length, or refusals.
 
     `cover` and `join` are the planner's. Nothing is returned for other layers.
     """
@@ -90,24 +164,29 @@ def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[An
         return []
     if main.output != contiguous_strides(shape_of(main)):
         return []
-    passes = tuple(wanted)
+    ways = (_padded_copy(main, wanted), _rows_copy(main, wanted, device))
+    return [_answer(main, copy, device, cover, join) for copy in ways if copy is not None]
+
+
+def _answer(main: Problem, copy: Copy, device: Device, cover: Cover, join: Join) -> Answer:
+    passes = tuple(copy.problems)
     if not device.workspace_bytes:
-        return [Refusal(KERNEL, passes, "memory is short")]
-    if 2 * prod(aligned_shape(main)) > MOST_BYTES:
-        return [Refusal(KERNEL, passes, f"a copy of dy would take more than {MOST_BYTES >> 20} MB")]
+        return Refusal(copy.kernel, passes, "memory is short")
+    if sum(size for _, size in copy.copies.values()) > MOST_BYTES:
+        return Refusal(copy.kernel, passes, f"a copy of dy would take more than {MOST_BYTES >> 20} MB")
     try:
-        offers = cover({which: inner(problem) for which, problem in wanted.items()}, device)
+        offers = cover(copy.problems, device)
     except NotImplementedError as error:
-        return [Refusal(KERNEL, passes, f"of a copy of dy with longer lines: {error}")]
-    factor = calibration.surcharge(KERNEL, device)
-    make = partial(_plan, main, offers, join)
-    return [Offer(KERNEL, passes, main, device, partial(_work, offers, device), make, surcharge=factor)]
+        return Refusal(copy.kernel, passes, f"of a copy of dy: {error}")
+    factor = calibration.surcharge(copy.kernel, device)
+    work, make = partial(_work, copy, offers, device), partial(_plan, copy, offers, join)
+    return Offer(copy.kernel, passes, main, device, work, make, surcharge=factor)
 
 
-def _work(offers: Sequence[Offer], device: Device) -> Work:
+def _work(copy: Copy, offers: Sequence[Offer], device: Device) -> Work:
     """Returns the work of a cover and of the copy: the time of the cover as cycles, and one launch."""
-    rate = calibration.rates_of(KERNEL, "any", device)["kilocycles"]
-    return Work(1, 1e3 * sum(offer.microseconds for offer in offers) / rate)
+    rate = calibration.rates_of(copy.kernel, "any", device)["kilocycles"]
+    return Work(1, 1e3 * sum(offer.microseconds for offer in offers) / rate + copy.cycles)
 
 
 def _launch(problem: Problem) -> Launch:
@@ -129,23 +208,28 @@ def _launch(problem: Problem) -> Launch:
     )
 
 
-def _plan(problem: Problem, offers: Sequence[Offer], join: Join) -> Plan:
-    """Returns the plan of the gradients: dy is copied, and every launch reads the copy."""
+def _plan(copy: Copy, offers: Sequence[Offer], join: Join) -> Plan:
+    """Returns the plan of the gradients: operands are copied, and every launch reads the copies."""
     order = list(Pass)
     inner_plan = join(sorted((offer.plan() for offer in offers), key=lambda plan: order.index(plan.passes[0])))
-    start = -(-inner_plan.workspace_bytes // REGION_ALIGN) * REGION_ALIGN
+    regions, end = [], inner_plan.workspace_bytes
+    for region, size in copy.copies.values():
+        start = -(-end // REGION_ALIGN) * REGION_ALIGN
+        regions.append((region, start))
+        end = start + size
+    names = {operand: region for operand, (region, _) in copy.copies.items()}
     first, *others = [
-        replace(launch, pointers=tuple(ALIGNED if name == "dy" else name for name in launch.pointers))
+        replace(launch, pointers=tuple(names.get(name, name) for name in launch.pointers))
         for launch in inner_plan.launches
     ]
     return replace(
         inner_plan,
-        kernel=f"{KERNEL} + {inner_plan.kernel}",
-        why=f"dy copied to lines of {aligned_shape(problem)[4]} elements before: {inner_plan.why}",
-        # An overlapping launch may read dy before it waits, so the one after the copy must not overlap.
-        launches=(_launch(problem), replace(first, overlaps=False), *others),
-        workspace_bytes=start + 2 * prod(aligned_shape(problem)),
-        regions=(*inner_plan.regions, (ALIGNED, start)),
+        kernel=f"{copy.kernel} + {inner_plan.kernel}",
+        why=f"{copy.why}: {inner_plan.why}",
+        # An overlapping launch may read a copy before it waits, so the one after the copy must not overlap.
+        launches=(copy.launch, replace(first, overlaps=False), *others),
+        workspace_bytes=end,
+        regions=(*inner_plan.regions, *regions),
         packed_bytes=0,
         preparing=0,
         kept=None,

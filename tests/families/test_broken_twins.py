@@ -231,6 +231,13 @@ TWINS = (
         Case(ODD, favoured="turned", wanted=("weight",), input=LAST, grad=LAST),
     ),
     Twin(
+        "rows_weight_grad",
+        "turn",
+        "staged[r * pitch + c]);",
+        "staged[r * pitch]);",
+        Case(ODD, "bfloat16", favoured="to_rows", wanted=("weight",)),
+    ),
+    Twin(
         "norm",
         "statistics",
         "squares[0] += part.squares + shift",
