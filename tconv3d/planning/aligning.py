@@ -6,8 +6,8 @@ the planner for the cheapest cover of the gradients of the copy:
 
 - Lines are followed by columns of zeros up to whole vectors (device/align.cuh), and the layer has so much more output
   padding along w: the zeros add nothing to any gradient.
-- dy, and x for a weight gradient, are written as channels-last tensors (device/turn.cuh), in which no line begins
-  anywhere but at a position's channels.
+- dy, and x for a weight gradient, are written as channels-last tensors (device/turn.cuh), in which every position
+  begins at a multiple of 16 bytes.
 
 It needs no kernel of any family, and works on every GPU that the families work on. The predicted time is that of the
 cover and of the copy. This module knows nothing of which families there are.
@@ -15,7 +15,7 @@ cover and of the copy. This module knows nothing of which families there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -23,9 +23,10 @@ from math import prod
 from . import calibration
 from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, Arguments
 from .calibration import Work
+from .detour import Asking, Planning, behind_copies
 from .geometry import Geometry
 from .launch import Launch
-from .offers import Answer, Offer, Refusal, Wanted
+from .offers import Answer, Cover, Offer, Refusal, Wanted
 from .problem import (
     Device,
     Pass,
@@ -47,7 +48,6 @@ MOST_BYTES = 2**29  # bytes of the copies
 TURNED_BYTES = {True: 14.0, False: 11.0}
 THREADS = 256
 AT_ONCE = 4  # vectors per thread
-REGION_ALIGN = 256
 ALIGNED, ROWS_DY, ROWS_X = "aligned dy", "dy as rows", "x as rows"  # regions of the workspace
 
 ALIGN = Arguments(
@@ -59,9 +59,6 @@ ALIGN = Arguments(
     vectors=INT32("Vectors of the target."),
     by_line=DIVIDER("Divides by the vectors of a line of the target."),
 )
-
-Cover = Callable[[Wanted, Device], tuple[Offer, ...]]  # returns the cheapest offers of all families
-Join = Callable[[Sequence[Plan]], Plan]  # joins the plans of several gradients
 
 
 def shape_of(problem: Problem) -> tuple[int, ...]:
@@ -115,11 +112,11 @@ def _x_shape(problem: Problem) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Copy:
-    """Describes a way to copy: the offer's kernel, the problems on the copies, and the launch that makes them."""
+    """Describes a way to copy: the offer's kernel, the problems on the copies, and how to launch what makes them."""
 
     kernel: str
     problems: dict[Pass, Problem]
-    launch: Launch
+    launch: Callable[[], Launch]  # for copies of at most MOST_BYTES
     copies: dict[str, tuple[str, int]]  # region of the workspace and bytes, by the operand that is copied
     cycles: float  # cycles of the launch, if not counted by the rate per byte of the tensors
     why: str
@@ -129,7 +126,7 @@ def _padded_copy(main: Problem, wanted: Wanted) -> Copy:
     shape = aligned_shape(main)
     why = f"dy copied to lines of {shape[4]} elements before"
     problems = {which: inner(problem) for which, problem in wanted.items()}
-    return Copy(KERNEL, problems, _launch(main), {"dy": (ALIGNED, 2 * prod(shape))}, 0.0, why)
+    return Copy(KERNEL, problems, partial(_launch, main), {"dy": (ALIGNED, 2 * prod(shape))}, 0.0, why)
 
 
 def _rows_copy(main: Problem, wanted: Wanted, device: Device) -> Copy | None:
@@ -146,7 +143,7 @@ def _rows_copy(main: Problem, wanted: Wanted, device: Device) -> Copy | None:
     problems = {which: as_rows(problem) for which, problem in wanted.items()}
     copies = {each.from_: (each.to, 2 * each.count) for each in turnings}
     cycles = sum(map(_turned_cycles, turnings)) / device.multiprocessors
-    launch = turn(turnings, overlaps=False)
+    launch = partial(turn, turnings, overlaps=False)
     return Copy(TO_ROWS, problems, launch, copies, cycles, "dy and x written as channels-last tensors before")
 
 
@@ -154,10 +151,10 @@ def _turned_cycles(each: Turning) -> float:
     return 2 * 2 * each.count / each.efficiency / TURNED_BYTES[each.pairs]
 
 
-def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[Answer]:
+def answers(wanted: Wanted, device: Device, ask: Asking, plan_of: Planning) -> list[Answer]:
     """Returns offers for all wanted gradients of a layer whose dy has 16-bit lines of odd length, or refusals.
 
-    `cover` and `join` are the planner's. Nothing is returned for other layers.
+    `ask` and `plan_of` are the planner's. Nothing is returned for other layers.
     """
     main = wanted.get(Pass.WEIGHT_GRAD) or wanted.get(Pass.INPUT_GRAD)
     if main is None or main.batch == 0 or main.item_bytes != 2 or main.output_size[2] % 2 == 0:
@@ -165,72 +162,46 @@ def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[An
     if main.output != contiguous_strides(shape_of(main)):
         return []
     ways = (_padded_copy(main, wanted), _rows_copy(main, wanted, device))
-    return [_answer(main, copy, device, cover, join) for copy in ways if copy is not None]
+    return [_answer(main, copy, device, ask, plan_of) for copy in ways if copy is not None]
 
 
-def _answer(main: Problem, copy: Copy, device: Device, cover: Cover, join: Join) -> Answer:
+def _answer(main: Problem, copy: Copy, device: Device, ask: Asking, plan_of: Planning) -> Answer:
     passes = tuple(copy.problems)
     if not device.workspace_bytes:
         return Refusal(copy.kernel, passes, "memory is short")
     if sum(size for _, size in copy.copies.values()) > MOST_BYTES:
         return Refusal(copy.kernel, passes, f"a copy of dy would take more than {MOST_BYTES >> 20} MB")
     try:
-        offers = cover(copy.problems, device)
+        cover = ask(copy.problems, device)
     except NotImplementedError as error:
         return Refusal(copy.kernel, passes, f"of a copy of dy: {error}")
     factor = calibration.surcharge(copy.kernel, device)
-    work, make = partial(_work, copy, offers, device), partial(_plan, copy, offers, join)
-    return Offer(copy.kernel, passes, main, device, work, make, surcharge=factor)
+    make = partial(_plan, copy, partial(plan_of, cover, copy.problems, device))
+    return Offer(copy.kernel, passes, main, device, partial(_work, copy, cover, device), make, surcharge=factor)
 
 
-def _work(copy: Copy, offers: Sequence[Offer], device: Device) -> Work:
+def _work(copy: Copy, cover: Cover, device: Device) -> Work:
     """Returns the work of a cover and of the copy: the time of the cover as cycles, and one launch."""
     rate = calibration.rates_of(copy.kernel, "any", device)["kilocycles"]
-    return Work(1, 1e3 * sum(offer.microseconds for offer in offers) / rate + copy.cycles)
+    return Work(1, 1e3 * sum(offer.microseconds for offer in cover) / rate + copy.cycles)
 
 
 def _launch(problem: Problem) -> Launch:
     shape = aligned_shape(problem)
     vectors = prod(shape) // VECTOR
-    return Launch(
-        kernel=KERNEL,
-        constants=(("kThreads", THREADS), ("kMinBlocks", 4), ("kAtOnce", AT_ONCE)),
-        grid=(-(-vectors // (THREADS * AT_ONCE)), 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=ALIGN.pointers(source="dy", target=ALIGNED),
-        scalars=ALIGN.pack(
-            elements=prod(shape_of(problem)),
-            width=problem.output_size[2],
-            vectors=vectors,
-            by_line=shape[4] // VECTOR,
-        ),
+    return ALIGN.launch(
+        -(-vectors // (THREADS * AT_ONCE)),
+        THREADS,
+        (("kAtOnce", AT_ONCE),),
+        {"source": "dy", "target": ALIGNED},
+        min_blocks=4,
+        elements=prod(shape_of(problem)),
+        width=problem.output_size[2],
+        vectors=vectors,
+        by_line=shape[4] // VECTOR,
     )
 
 
-def _plan(copy: Copy, offers: Sequence[Offer], join: Join) -> Plan:
+def _plan(copy: Copy, gradients: Callable[[], Plan]) -> Plan:
     """Returns the plan of the gradients: operands are copied, and every launch reads the copies."""
-    order = list(Pass)
-    inner_plan = join(sorted((offer.plan() for offer in offers), key=lambda plan: order.index(plan.passes[0])))
-    regions, end = [], inner_plan.workspace_bytes
-    for region, size in copy.copies.values():
-        start = -(-end // REGION_ALIGN) * REGION_ALIGN
-        regions.append((region, start))
-        end = start + size
-    names = {operand: region for operand, (region, _) in copy.copies.items()}
-    first, *others = [
-        replace(launch, pointers=tuple(names.get(name, name) for name in launch.pointers))
-        for launch in inner_plan.launches
-    ]
-    return replace(
-        inner_plan,
-        kernel=f"{copy.kernel} + {inner_plan.kernel}",
-        why=f"{copy.why}: {inner_plan.why}",
-        # An overlapping launch may read a copy before it waits, so the one after the copy must not overlap.
-        launches=(copy.launch, replace(first, overlaps=False), *others),
-        workspace_bytes=end,
-        regions=(*inner_plan.regions, *regions),
-        packed_bytes=0,
-        preparing=0,
-        kept=None,
-    )
+    return behind_copies(gradients(), copy.launch(), copy.copies, copy.why)

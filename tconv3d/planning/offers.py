@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 from . import calibration
@@ -80,54 +81,46 @@ class Family(Protocol):
     def offer(self, wanted: Wanted, device: Device) -> Iterable[Answer]: ...
 
 
+# What a family says of a problem on a device: why it does not compute it, its work, and its plan.
+WhyNot: TypeAlias = Callable[[Problem, Device], str | None]
+Count: TypeAlias = Callable[[Problem, Device], Work]
+Make: TypeAlias = Callable[[Problem, Device], Plan]
+
+
 def one_by_one(
-    passes: Sequence[Pass],
-    kernel: str,
-    wanted: Wanted,
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    work: Callable[[Problem, Device], Work],
-    plan: Callable[[Problem, Device], Plan],
+    passes: Sequence[Pass], kernel: str, wanted: Wanted, device: Device, why_not: WhyNot, work: Count, plan: Make
 ) -> list[Answer]:
     """Returns one answer for each wanted pass among `passes`, for a family that computes each of them alone."""
     asked = [problem for problem in wanted.values() if problem.which in passes]
     return [alone(kernel, problem, device, why_not, work, plan) for problem in asked]
 
 
-def alone(
-    kernel: str,
-    problem: Problem,
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    work: Callable[[Problem, Device], Work],
-    plan: Callable[[Problem, Device], Plan],
-) -> Answer:
-    """Returns an offer for one pass, or the refusal that `why_not` gives."""
-    if refusal := why_not(problem, device):
-        return Refusal(kernel, (problem.which,), refusal)
-    make = partial(plan, problem, device)
-    factor = calibration.surcharge(kernel, device)
-    return Offer(kernel, (problem.which,), problem, device, partial(work, problem, device), make, surcharge=factor)
-
-
 def weight_with_bias(
-    kernel: str,
-    wanted: Wanted,
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    work: Callable[[Problem, Device], Work],
-    plan: Callable[[Problem, Device], Plan],
+    kernel: str, wanted: Wanted, device: Device, why_not: WhyNot, work: Count, plan: Make
 ) -> list[Answer]:
     """Returns the answer of a family whose kernel computes the gradients of weight and bias together."""
     if Pass.WEIGHT_GRAD not in wanted or Pass.BIAS_GRAD not in wanted:
         return []
-    passes = (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
     problem = replace(wanted[Pass.WEIGHT_GRAD], bias=True)
+    return [alone(kernel, problem, device, why_not, work, plan, (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))]
+
+
+def alone(
+    kernel: str,
+    problem: Problem,
+    device: Device,
+    why_not: WhyNot,
+    work: Count,
+    plan: Make,
+    passes: tuple[Pass, ...] = (),
+) -> Answer:
+    """Returns an offer for a problem, or the refusal that `why_not` gives; `passes` are more than the problem's."""
+    passes = passes or (problem.which,)
     if refusal := why_not(problem, device):
-        return [Refusal(kernel, passes, refusal)]
+        return Refusal(kernel, passes, refusal)
     make = partial(plan, problem, device)
     factor = calibration.surcharge(kernel, device)
-    return [Offer(kernel, passes, problem, device, partial(work, problem, device), make, surcharge=factor)]
+    return Offer(kernel, passes, problem, device, partial(work, problem, device), make, surcharge=factor)
 
 
 Cover: TypeAlias = tuple[Offer, ...]
@@ -138,7 +131,12 @@ def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> Cover | None:
     return next(iter(ranked(wanted, offers, 1)), None)
 
 
-def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[Cover]:
+def ranked(
+    wanted: Sequence[Pass],
+    offers: Sequence[Offer],
+    most: int,
+    by: Callable[[Offer], float] = attrgetter("price"),
+) -> list[Cover]:
     """Returns the covers with the least prices, at most `most`, the cheapest first.
 
     An offer with a lower bound is priced at the bound until it is part of one of these covers. Only then is its work
@@ -148,7 +146,7 @@ def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[C
     covers = list(_covers(frozenset(wanted), offers))
 
     def price(offer: Offer) -> float:
-        return offer.price if id(offer) in counted else offer.least_microseconds
+        return by(offer) if id(offer) in counted else offer.least_microseconds
 
     while True:
         best = sorted(covers, key=lambda cover: sum(map(price, cover)))[:most]
@@ -156,6 +154,11 @@ def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[C
         if not unknown:
             return best
         counted |= unknown
+
+
+def fastest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> Cover | None:
+    """Returns the cover with the least predicted time, however uncertain the predictions are, or None."""
+    return next(iter(ranked(wanted, offers, 1, attrgetter("microseconds"))), None)
 
 
 def _covers(wanted: frozenset[Pass], offers: Sequence[Offer]) -> Iterator[Cover]:

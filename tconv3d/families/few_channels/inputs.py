@@ -12,13 +12,13 @@ from itertools import accumulate
 
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
 from .arguments import FEW_INPUTS
-from .tiles import Taps, Tile, best, tiles
+from .tiles import Taps, Tile, fastest
 
 HAS_EPILOGUE = True
 MAX_REDUCED = 4  # read channels per group: with more, the channels of one tap alone fill K of a matrix instruction
@@ -131,16 +131,8 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
         one_by_one = 8 if tile.vector * problem.item_bytes < 4 else 4 if tile.vector == 1 else 2
         return results + one_by_one * copies + BARRIER_BYTES
 
-    found = []
-    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # a single resident block idles at its barriers
-        room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes) // 2
-        tile = best(tiles(layout.side, layout.rows, 2, room), work)
-        if tile is not None:
-            found.append((tile.count * work(tile) * slowdown, blocks, tile))
-    if not found:
-        return None
-    _, blocks, tile = min(found, key=lambda one: one[:2])
-    return layout, tile, blocks
+    found = fastest(layout.side, layout.rows, 2, layout.table_bytes, work, device)
+    return None if found is None else (layout, *found)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -200,14 +192,15 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
     walkers = _walkers(layout, tile, blocks, device)
-    launch = Launch(
-        kernel="few_inputs",
-        constants=_constants(layout, tile),
-        grid=(walkers * layout.kinds, 1, 1),
-        threads=32 * WARPS,
+    launch = FEW_INPUTS.launch(
+        walkers * layout.kinds,
+        32 * WARPS,
+        _constants(layout, tile),
+        side.operands,
         shared_bytes=layout.table_bytes + 2 * tile.part_bytes,
-        pointers=FEW_INPUTS.pointers(**side.operands),
-        scalars=FEW_INPUTS.pack(**side.sizes, tiles=tile.arguments),
+        min_blocks=2,
+        **side.sizes,
+        tiles=tile.arguments,
     )
     return Plan("few_inputs", "tensor cores, K = taps and channels", (launch,), tile=str(tile))
 
@@ -215,8 +208,6 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
 def _constants(layout: Layout, tile: Tile) -> Constants:
     side = layout.side
     return (
-        ("kThreads", 32 * WARPS),
-        ("kMinBlocks", 2),
         ("Scalar", SCALARS[side.problem.dtype]),
         ("Epilogue", side.problem.activation),
         ("kWide", side.wide),

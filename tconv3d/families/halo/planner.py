@@ -35,9 +35,9 @@ from .candidates import MEASURED_LINE_TILES, Nominal, builds_of, last_tiles_divi
 from .job import Job, job_of
 from .launches import HaloPlan, assemble
 from .measured import VERSION
-from .model import best_tiling
 from .packing import pack
 from .program import MAX_PARTS
+from .search import best_tiling, costs_of
 from .tiling import forget_boxes
 
 HAS_EPILOGUE = True
@@ -176,13 +176,15 @@ def outdated_tunings() -> int:
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """Returns the best build by the model."""
     nominal = Nominal.of(job)
-    costs = _costs(builds_of(nominal, shared_bytes), job, multiprocessors)
+    found = costs_of(builds_of(nominal, shared_bytes), job, multiprocessors, AS_GOOD * UNMEASURED)
+    costs = {build: cost * (UNMEASURED if _is_unmeasured(build) else 1.0) for build, cost in found.items()}
     best = min(costs, key=lambda build: costs[build], default=None)
     divided: dict[Build, float] = {}
     if best is not None and not (
         best.march and best.item_bytes == 2
     ):  # dividing tiles is no faster than 16-bit marches
-        divided = _costs(last_tiles_divided(nominal, shared_bytes), job, multiprocessors, costs[best] / SPREAD)
+        limit = costs[best] / SPREAD
+        divided = costs_of(last_tiles_divided(nominal, shared_bytes), job, multiprocessors, AS_GOOD, limit)
     forget_boxes()
     if best is None or divided:
         return min(divided, key=lambda build: divided[build], default=None)
@@ -194,15 +196,8 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     return min(equals, key=lambda build: (-build.block.producers, costs[build] * (factor if build.torn else 1.0)))
 
 
-def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float = inf) -> dict[Build, float]:
-    """Returns the predicted cycles of the builds that may be as fast as the best and take at most `most` cycles."""
-    costs: dict[Build, float] = {}
-    for build in found:
-        factor = UNMEASURED if build.input is Input.LINES and build.out_tiles > MEASURED_LINE_TILES else 1.0
-        limit = min(most, AS_GOOD * min(costs.values(), default=inf)) / factor
-        if (tiling := best_tiling(build, job, multiprocessors, limit)) is not None:
-            costs[build] = tiling[0] * factor
-    return costs
+def _is_unmeasured(build: Build) -> bool:
+    return build.input is Input.LINES and build.out_tiles > MEASURED_LINE_TILES
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------

@@ -171,14 +171,13 @@ def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
     parts = 8 * splits * g.in_channels * g.out_channels * g.taps
     if tiling.ranges > 1:
         parts += 8 * tiling.ranges * p.batch * g.in_channels * prod(p.input_size)
-    return max(walk, _moving(p, 2, 1, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
+    return max(walk, _moving(p, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
 
 
-def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
-    """Predicts the cycles in which memory moves `inputs` tensors of the input's size and `outputs` of the
-    output's."""
+def _moving(p: Problem, device: Device) -> float:
+    """Predicts the cycles in which memory moves x, dx and dy once."""
     g = p.geometry
-    size = inputs * g.in_channels * prod(p.input_size) + outputs * g.out_channels * prod(p.output_size)
+    size = 2 * g.in_channels * prod(p.input_size) + g.out_channels * prod(p.output_size)
     return p.batch * size * p.item_bytes / _per_cycle(MEMORY_BYTES, device)
 
 
@@ -300,19 +299,16 @@ def backward_sizes(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> dict
 def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
     size = p.input_size
     registers = REGISTERS_OF_THREE if p.geometry.kernel[2] == 3 else REGISTERS[p.item_bytes]
-    return Launch(
-        kernel="up_backward",
-        constants=constants_of(p, tiling, registers),
-        grid=(tiling.kinds * parts.splits, 1, 1),
-        threads=THREADS,
+    return UP_BACKWARD.launch(
+        tiling.kinds * parts.splits,
+        THREADS,
+        constants_of(p, tiling, registers),
+        backward_operands(parts),
         shared_bytes=tiling.shared_bytes,
-        pointers=UP_BACKWARD.pointers(**backward_operands(parts)),
-        scalars=UP_BACKWARD.pack(
-            **backward_sizes(p, q, tiling, parts),
-            pieces=pieces_of(p),
-            vectors=_vectors(p, q),
-            **per_axis("by", (size[0], size[1], size[2] * p.geometry.kernel[2] * p.item_bytes // 16)),
-        ),
+        **backward_sizes(p, q, tiling, parts),
+        pieces=pieces_of(p),
+        vectors=_vectors(p, q),
+        **per_axis("by", (size[0], size[1], size[2] * p.geometry.kernel[2] * p.item_bytes // 16)),
     )
 
 
@@ -320,8 +316,6 @@ def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) ->
     g = p.geometry
     producer, input_grad, weight_grad = registers
     return (
-        ("kThreads", THREADS),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
