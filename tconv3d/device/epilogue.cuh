@@ -5,6 +5,7 @@
 // moments of its outputs (moments.cuh) for a norm layer that follows, which saves a pass over memory, and
 // whether the expression has operands besides the sum (kHasOperands): numbers of each channel of a batch item
 // (vectors) and tensors of y's shape and strides (whole tensors). Kernels call finish(), which knows both.
+// kOverChannels: a program over the channels of every position follows it (over_channels.cuh).
 #pragma once
 
 #include "common.cuh"
@@ -13,7 +14,8 @@
 namespace tconv3d {
 
 struct Identity {
-  static constexpr bool kLeavesMoments = false, kHasOperands = false;
+  static constexpr bool kLeavesMoments = false, kHasOperands = false, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   template <class Acc>
   static __device__ __forceinline__ Acc apply(Acc sum) {
     return sum;
@@ -21,7 +23,8 @@ struct Identity {
 };
 
 struct Relu {
-  static constexpr bool kLeavesMoments = false, kHasOperands = false;
+  static constexpr bool kLeavesMoments = false, kHasOperands = false, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   static __device__ __forceinline__ float apply(float sum) { return ptx::max_or_nan(sum, 0.0f); }
   static __device__ __forceinline__ double apply(double sum) { return sum < 0 ? 0 : sum; }  // NaN stays NaN
 };
@@ -30,7 +33,8 @@ struct Relu {
 // numbers.
 template <class Expression, bool kRounded>
 struct Evaluated {
-  static constexpr bool kLeavesMoments = false, kHasOperands = false;
+  static constexpr bool kLeavesMoments = false, kHasOperands = false, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   template <class Acc>
   static __device__ __forceinline__ Acc apply(Acc sum) {
     return Expression::of(OnlyValue<Acc, kRounded>{sum});
@@ -42,7 +46,8 @@ struct Evaluated {
 // power of two that divides the channels of a group.
 template <class Expression, bool kFromRounded, int kVectorCount, int kWholeCount, int kAlign>
 struct EvaluatedWith {
-  static constexpr bool kLeavesMoments = false, kHasOperands = true;
+  static constexpr bool kLeavesMoments = false, kHasOperands = true, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   static constexpr int kVectors = kVectorCount, kWholes = kWholeCount, kAlignedChannels = kAlign;
 
   // The operands of an output.

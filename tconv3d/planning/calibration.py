@@ -21,7 +21,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, isinf
+from math import inf, isinf, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ DERIVED = DIRECTORY / "derived"
 MODELS = Path(__file__).with_name("models")
 MODEL_FILE = "TCONV3D_MODEL_FILE"  # environment variable: a file of constants in place of the folder's, to try others
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
+INSTRUCTIONS = 1.5  # of an operation of a program over channels, exponentials and conversions included
+LANES = 128  # instructions that a multiprocessor issues per cycle, each for one lane
 DERIVED_SURCHARGE = 1.2  # price over predicted time of a kernel with derived rates, unless these say another
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
 # Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
@@ -78,6 +80,23 @@ def microseconds(kernel: str, problem: Problem, work: Work, device: Device, kind
         return inf
     rates = rates_of(kernel, kind or kind_of(problem), device, work.tensor_cores)
     return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
+
+
+def pass_microseconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted time of a pass that reads a forward pass's result and writes what follows it."""
+    gpu = gpus.known(device) or GPUS[REFERENCE]
+    y = problem.batch * problem.geometry.out_channels * prod(problem.output_size) * problem.item_bytes
+    written = y // problem.geometry.out_channels if problem.per_position else y
+    return DEFAULT["launches"] + (y + written) / (gpu.copy * 1e6)
+
+
+def program_cycles(problem: Problem, device: Device) -> float:
+    """Returns the cycles of a multiprocessor for a program over channels, which no other warp hides.
+
+    Every operation of the program is counted once for each channel of each position.
+    """
+    elements = problem.batch * problem.geometry.out_channels * prod(problem.output_size)
+    return elements * problem.channels.count("<") * INSTRUCTIONS / (LANES * device.multiprocessors)
 
 
 @lru_cache(maxsize=4096)

@@ -98,6 +98,9 @@ class Problem:
     tail_vectors: int = 0  # vectors, numbers for each channel of a batch item, that the tail reads
     tail_wholes: int = 0  # tensors of y's shape, type and strides that the tail reads
     norm: Norm | None = None  # the forward pass also computes the statistics of the values it stores
+    # C++ name of the program over the channels of a position that follows the tail (device/axis_program.cuh)
+    channels: str = ""
+    per_position: str = ""  # C++ type of the elements of a result with one number per position; "" if it has channels
 
     def allowing(self, tf32: int) -> Problem:
         """Returns the problem in the precision that is due where PyTorch's switches allow TF32 or not.
@@ -112,7 +115,14 @@ class Problem:
 
     @property
     def activation(self) -> str:
-        """The C++ name of the epilogue in device/epilogue.cuh."""
+        """The C++ name of the epilogue in device/epilogue.cuh or device/over_channels.cuh."""
+        if self.channels:
+            result = self.per_position or "void"
+            return f"tconv3d::OverChannels<{self._pointwise}, {self.channels}, {result}, {self._rounded}>"
+        return self._pointwise
+
+    @property
+    def _pointwise(self) -> str:
         if self.has_operands:
             aligned = gcd(self.geometry.out_per_group, 16)
             counts = f"{self.tail_vectors}, {self.tail_wholes}, {aligned}"
@@ -134,7 +144,7 @@ class Problem:
     @property
     def has_epilogue(self) -> bool:
         """Tells whether the forward pass stores anything but its sums."""
-        return self.relu or self.tail != ""
+        return self.relu or self.tail != "" or self.channels != ""
 
     @property
     def output_size(self) -> Triple:
@@ -158,7 +168,8 @@ class Problem:
         y = self.batch * g.out_channels * prod(self.output_size)
         w = g.in_channels * g.out_per_group * g.taps
         b = g.out_channels if self.bias else 0
-        moved = y + b if self.which is Pass.BIAS_GRAD else x + y + w + b + self.tail_wholes * y
+        written = y // g.out_channels if self.per_position else y
+        moved = y + b if self.which is Pass.BIAS_GRAD else x + written + w + b + self.tail_wholes * y
         return moved * self.item_bytes
 
 

@@ -65,6 +65,17 @@ def is_view(node: fx.Node) -> bool:
     return same and meta(node).dtype in FLOATS and source.dtype in (*FLOATS, torch.bool)
 
 
+def aliases(value: fx.Node) -> set[fx.Node]:
+    """Returns a node and its views."""
+    found = {value}
+    waiting = [value]
+    while waiting:
+        views = [each for each in waiting.pop().users if each.op == "call_function" and is_view(each)]
+        found.update(views)
+        waiting.extend(views)
+    return found
+
+
 _CONSTANTS: dict[Any, Callable[[fx.Node], Any]] = {
     aten.full: lambda node: node.args[1],
     aten.full_like: lambda node: node.args[1],

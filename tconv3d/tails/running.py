@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ..planning.planner import Refused
 from ..torch_ops import axis_executor, kept, pool_executor, tail_executor
 from ..torch_ops.casting import below_autocast, stream_of
 from ..torch_ops.checks import Convolution
@@ -23,7 +24,7 @@ from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.runner import RUNNER, Runner
 from .axes import AxisPass
 from .expressions import VALUE
-from .pointwise import Shape, is_view, rows_of
+from .pointwise import Shape, aliases, rows_of
 from .pool_gradients import GatherPass
 from .pools import PoolPass
 from .rounds import Divided, Pass, Reduction, Rounds, Written
@@ -50,6 +51,7 @@ class Prepared:
 
     stages: Stages
     steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
+    _behind: bool = False  # no kernel computes the first round over channels
     _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
 
     def run(
@@ -97,12 +99,37 @@ class Prepared:
             env.update(means_and_variances(found, s.statistics))
             return result
 
+        inside = self._over_channels(input, weight, bias, convolution, tail, runner)
+        if inside is not None:
+            run_rounds(s.graph, s.rounds, env, runner=runner, first=inside)
+            return outputs(s.graph, env)
         if s.moved is None:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
             env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
         run_rounds(s.graph, s.rounds, env, runner=runner)
         return outputs(s.graph, env)
+
+    def _over_channels(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        tail: Tail,
+        runner: Runner,
+    ) -> Tensor | None:
+        """Returns the result of the first round if the convolution's kernel computes it, over channels."""
+        one = self.stages.over_channels
+        if one is None or self._behind:
+            return None
+        whole = None if one.each else one.node.meta["val"].dtype
+        try:
+            tail = replace(tail, channels=one.program.cpp, per_position=whole)
+            return runner.forward(input, weight, bias, convolution, True, tail)
+        except Refused:
+            self._behind = True
+            return None
 
     def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
         """Returns the epilogue with its operands, laid out as the convolution's result."""
@@ -160,11 +187,24 @@ class Prepared:
 
 
 def run_rounds(
-    graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False, runner: Runner = RUNNER
+    graph: fx.GraphModule,
+    divided: Divided,
+    env: Env,
+    keep: bool = False,
+    runner: Runner = RUNNER,
+    first: Tensor | None = None,
 ) -> None:
-    """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise."""
+    """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise.
+
+    `first` is what the only pass of the first round has written, if it has run already.
+    """
     formed: Env = {}  # what passes have written, with five dimensions
-    for each in divided.rounds:
+    rounds = divided.rounds
+    if first is not None:
+        _compute_ready(rounds[0].small, env)
+        _keep(rounds[0].passes[0], first, env, formed)
+        rounds = rounds[1:]
+    for each in rounds:
         x = formed[each.value] if each.value in formed else env[each.value]
         if axis_executor.is_channels_last(x) != each.channels_last:  # passes are planned for one layout
             x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
@@ -188,12 +228,16 @@ def _run_round(
             env[reduction.node] = _finished(reduction, total)
     _compute_ready(rounds.small, env)
     needed = {each for node in rounds.left for each in node.all_input_nodes} | set(_output(graph).all_input_nodes)
-    keep = keep or bool(needed & _aliases(rounds.value))
+    keep = keep or bool(needed & aliases(rounds.value))
     for one in rounds.passes:
         overwrite = not keep and one is rounds.passes[-1]
-        y = _run_pass(one, x, env, overwrite, runner)
-        shape = one.node.meta["val"].shape
-        formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
+        _keep(one, _run_pass(one, x, env, overwrite, runner), env, formed)
+
+
+def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
+    """Notes what a pass has written, with five dimensions and with the shape of its node."""
+    shape = one.node.meta["val"].shape
+    formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
 def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -> Tensor:
@@ -212,17 +256,6 @@ def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -
     program = one.program.cpp, one.sweeps, one.each
     sides = _placed(one, env, x), _along(one, env, x)
     return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner)
-
-
-def _aliases(value: fx.Node) -> set[fx.Node]:
-    """Returns a node and its views."""
-    found = {value}
-    waiting = [value]
-    while waiting:
-        views = [each for each in waiting.pop().users if each.op == "call_function" and is_view(each)]
-        found.update(views)
-        waiting.extend(views)
-    return found
 
 
 def captured_in(graph: fx.GraphModule) -> Env:

@@ -23,9 +23,10 @@ import torch
 from torch import fx
 
 from .algebra import Layer, Moved, SpaceSum, find
+from .axes import AxisPass
 from .expressions import Expression
 from .lowering import lower
-from .pointwise import Shape, Writer, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
+from .pointwise import Shape, Writer, aliases, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
 from .rounds import MOST_LETTERS, MOST_WHOLE, Divided, Launch, divide
 from .tracing import LOWERED_FROM, copied, is_random, without_variances, writes
 
@@ -66,6 +67,8 @@ class Stages:
     statistics: Statistics | None
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
     rounds: Divided
+    # The first round if the convolution's kernel may compute it, of the channels of a position: one pass, of u alone.
+    over_channels: AxisPass | None = None
 
 
 def stages(
@@ -148,7 +151,21 @@ def _stages(
         found,
         tuple(node for node in captured if node.op == "call_function"),
         divided,
+        None if found or moved else _over_channels(u, divided, nodes),
     )
+
+
+def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPass | None:
+    """Returns the first round if it is one pass over the channels that reads nothing but u, and if nobody else does."""
+    first = divided.rounds[0]
+    if first.sums or len(first.passes) != 1 or not isinstance(one := first.passes[0], AxisPass):
+        return None
+    if one.dims != {1} or one.vectors or one.wholes or one.placed or one.along:
+        return None
+    needed = {each for node in (*first.left, nodes[-1]) for each in node.all_input_nodes}
+    if needed & aliases(u) or (one.each and meta(one.node).dtype is not meta(u).dtype):
+        return None
+    return one
 
 
 class _Head:

@@ -26,7 +26,8 @@ struct MmaStores {
   template <bool kChannels, int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> finished(float (&sums)[kCount], const Scalar* to, int n,
                                                              int channel, int step, int present) const {
-    if constexpr (!C::Epilogue::kLeavesMoments) {  // otherwise mma.cuh has already applied the epilogue
+    // Otherwise mma.cuh has already applied the epilogue.
+    if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels) {
       const long long offset = to - static_cast<const Scalar*>(tile.args.y);
       finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
     }

@@ -28,6 +28,7 @@ from .model import Build, Candidate, candidates, candidates_of
 from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
+HOLDS_CHANNELS = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
 # TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, on an H200.
 PRODUCTS_PER_CYCLE = 565.0
@@ -232,7 +233,9 @@ def chosen(problem: Problem, device: Device) -> Candidate | None:
 def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
     # What follows the sums does not matter to the model: layers that differ in it share a search.
-    plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    held = "all" if problem.channels else ""
+    none = {"tail": "", "tail_vectors": 0, "tail_wholes": 0, "per_position": ""}
+    plain = replace(problem, relu=False, norm=None, channels=held, **none)
     settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
@@ -269,9 +272,11 @@ def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]
 
 
 def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
-    """Yields every candidate that fits the device."""
+    """Yields every candidate that fits the device. A warp holds all channels if a program over them follows."""
     for side, copy, rows in _sides(problem, device):
-        yield from candidates(side, copy, problem.item_bytes, device, rows)
+        for each in candidates(side, copy, problem.item_bytes, device, rows):
+            if not problem.channels or (each.build.warps_n == 1 and each.slices == 1):
+                yield each
 
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:

@@ -24,14 +24,13 @@ from ...planning.problem import Device, Norm, Pass, Plan, Problem
 from ...torch_ops import problems
 from ...torch_ops.checks import Convolution
 from ...torch_ops.executor import OPERANDS, WITH_STATISTICS
-from ...torch_ops.problems import DTYPES, OperandAddresses, Tail, tf32_level
+from ...torch_ops.problems import RESULT_TYPES, OperandAddresses, Tail, tf32_level
 from ...torch_ops.pytorch_ops import statistics_dtype
 from ...torch_ops.runner import Runner
 from .passes import DEVICES, Operation, Result, Variant
 
 aten = torch.ops.aten
 
-TYPES = {**DTYPES, torch.int64: "int64"}
 # What the operation of a pass is called in the file, by its kernel.
 NAMES = {
     "tail_pass": "pointwise",
@@ -232,12 +231,14 @@ class Recording(Runner):
         problem = problem.allowing(tf32_level(self.variant.precision == "tf32"))
         x, weight = given[:2]
         assert x is not None and weight is not None
-        y = torch.empty_strided(*layout, dtype=x.dtype, device=x.device)
+        dtype = x.dtype if tail is None else tail.per_position or x.dtype
+        y = torch.empty_strided(*layout, dtype=dtype, device=x.device)
         operands: tuple[Tensor | None, ...] = given
         note = ""
         if tail is not None:
             names = tail.among(names)
-            note = _plain(tail.expression)
+            planner.check_over_channels(problem, DEVICES[self.variant.gpu])
+            note = ", then ".join(_plain(each) for each in (tail.expression, tail.channels) if each)
             operands = (*given, *((tail.vectors, *tail.wholes) if tail.has_operands else ()))
         plan = planner.plan(problem, DEVICES[self.variant.gpu])
         plain = tail is None and not statistics and {self.ref(x), self.ref(weight)} <= set(self.inputs)
@@ -271,7 +272,7 @@ class Recording(Runner):
         kind = next(iter(given.values())).dtype
         results = tuple(
             Result(
-                key, tuple(each.shape), dtype="" if each.dtype is kind else TYPES[each.dtype], strides=each.stride()
+                key, tuple(each.shape), dtype="" if each.dtype is kind else RESULT_TYPES[each.dtype], strides=each.stride()
             )
             for key, each in written.items()
             if each is not None
