@@ -34,7 +34,8 @@ DERIVED = DIRECTORY / "derived"
 MODELS = Path(__file__).with_name("models")
 MODEL_FILE = "TCONV3D_MODEL_FILE"  # environment variable: a file of constants in place of the folder's, to try others
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
-INSTRUCTIONS = 1.5  # of an operation of a program over channels, exponentials and conversions included
+INSTRUCTIONS = 0.7  # of an operation of a program over channels: a softmax, 12 operations, takes 8 per element
+SHARING = 4  # lanes that share the channels of a position
 LANES = 128  # instructions that a multiprocessor issues per cycle, each for one lane
 DERIVED_SURCHARGE = 1.2  # price over predicted time of a kernel with derived rates, unless these say another
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
@@ -93,10 +94,16 @@ def pass_microseconds(problem: Problem, device: Device) -> float:
 def program_cycles(problem: Problem, device: Device) -> float:
     """Returns the cycles of a multiprocessor for a program over channels, which no other warp hides.
 
-    Every operation of the program is counted once for each channel of each position.
+    Operations of elements are counted for each channel of a position, those of positions for each lane that has it.
     """
-    elements = problem.batch * problem.geometry.out_channels * prod(problem.output_size)
-    return elements * problem.channels.count("<") * INSTRUCTIONS / (LANES * device.multiprocessors)
+    final, *steps = problem.channels.split("tconv3d::Then<")
+    positions = problem.batch * prod(problem.output_size)
+    operations = 0
+    for part in (final, *steps):
+        each = part.startswith("tconv3d::Reduced<") or "EachElement<" in part
+        channels = problem.geometry.out_channels
+        operations += part.count("<") * (channels if each else min(channels, SHARING))
+    return positions * operations * INSTRUCTIONS / (LANES * device.multiprocessors)
 
 
 @lru_cache(maxsize=4096)

@@ -79,6 +79,11 @@ class Job:
         return last_offset(sizes, self.written) + 1 == prod(sizes)
 
     @property
+    def stored_channels(self) -> int:
+        """The numbers that are stored of a position."""
+        return 1 if self.holding is Holding.REDUCED else self.geometry.out_channels
+
+    @property
     def written_count(self) -> int:
         return self.batch * self.geometry.out_channels * prod(self.written_size)
 

@@ -13,7 +13,7 @@ from math import inf, prod
 
 from ...planning.geometry import Axis
 from . import loading
-from .build import SLAB, STEP_BYTES, Build, Division, Input, Output, VariantKind, ceil_div
+from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output, VariantKind, ceil_div
 from .job import Job
 from .measured import CHOICES, COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns
@@ -88,6 +88,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
+    if job.holding is Holding.REDUCED:
+        return outputs / build.tile.outputs / 32 * costs.store
     if build.output is Output.LONG_RUNS:
         return outputs / 32 * costs.long_runs
     if build.input is Input.LINES:
@@ -111,7 +113,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     last = job.written_last
     width = job.written_size[2]
     inputs = job.batch * g.in_channels * prod(job.read_size) * item
-    lines = job.batch * g.out_channels * job.written_size[0] * job.written_size[1]
+    lines = job.batch * job.stored_channels * job.written_size[0] * job.written_size[1]
     outputs = lines * width * item
     if last:  # a run of outputs is the channels of one position
         shared = 0.0 if build.tile.outputs * item % 32 == 0 else lines * width / build.tile.outputs
@@ -364,7 +366,7 @@ class Least:
         kinds = build.kinds if build.own_shifts else build.kinds[:1]
         of_all = sum(kind.count for kind in kinds)
         read = job.batch * build.geometry.in_channels * prod(job.read_size)
-        written = job.batch * build.geometry.out_channels * prod(job.written_size)
+        written = job.batch * job.stored_channels * prod(job.written_size)
         moved = read + written * (costs.torn if build.torn and not job.written_last else 1.0)
         return cls(
             build,
