@@ -6,7 +6,8 @@ may compute several. Launches of gradients may name any of "dy", "x", "weight", 
 and the regions of their workspace.
 
 The planner adds the launches for the statistics of a following norm. A family only declares `HAS_EPILOGUE` if its
-kernel applies `Problem.activation`, `HOLDS_CHANNELS` if it also runs programs over channels (`Problem.channels`), and `Plan.moments` if its kernel writes the moments for the statistics.
+kernel applies `Problem.activation`, `HOLDS_CHANNELS` if its kernel also runs programs over channels, and
+`Plan.moments` if its kernel writes the moments for the statistics.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ MOST_DIRECT_PHASES = 2**16  # phases per layer for the direct family, which comp
 LONGEST_STRIDE = 1024  # along one dimension: a kernel is compiled with three 32-bit tables of this length
 LONGEST_KERNEL = 2**16  # taps along one dimension
 FARTHEST = 2**30  # elements from an input to an output it contributes to, along one dimension: offsets have 32 bits
+
+
+OVER_CHANNELS_PRICE = 1.05  # price over predicted time of kernels that run programs over channels, not yet measured
 
 
 class Refused(NotImplementedError):
@@ -182,7 +186,7 @@ def why_not_over_channels(problem: Problem, device: Device) -> str | None:
         best_offers = ranked(tuple(found), offers, 1)
         if not best_offers:
             return "no kernel that takes the layer holds all channels of a position in a warp"
-        inside = sum(offer.price for offer in best_offers[0])
+        inside = OVER_CHANNELS_PRICE * sum(offer.price for offer in best_offers[0])
         behind = sum(offer.price for offer in taken(plain, device)) + calibration.pass_microseconds(problem, device)
     if inside >= behind:
         return f"predicted {inside:.0f} us, and {behind:.0f} us with one more pass"

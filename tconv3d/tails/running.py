@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -120,13 +120,10 @@ class Prepared:
         runner: Runner,
     ) -> Tensor | None:
         """Returns the result of the first round if the convolution's kernel computes it, over channels."""
-        one = self.stages.over_channels
-        if one is None or self._behind:
+        if self.stages.over_channels is None or self._behind:
             return None
-        whole = None if one.each else one.node.meta["val"].dtype
         try:
-            tail = replace(tail, channels=one.program.cpp, per_position=whole)
-            return runner.forward(input, weight, bias, convolution, True, tail)
+            return runner.forward(input, weight, bias, convolution, True, self.stages.over_channels_of(tail))
         except Refused:
             self._behind = True
             return None

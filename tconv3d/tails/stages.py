@@ -16,12 +16,13 @@ shapes; it knows nothing of kernels or of the tensors of a call.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import fx
 
+from ..torch_ops.problems import Tail
 from .algebra import Layer, Moved, SpaceSum, find
 from .axes import AxisPass
 from .expressions import Expression
@@ -69,6 +70,12 @@ class Stages:
     rounds: Divided
     # The first round if the convolution's kernel may compute it, of the channels of a position: one pass, of u alone.
     over_channels: AxisPass | None = None
+
+    def over_channels_of(self, tail: Tail) -> Tail:
+        """Returns the epilogue with the first round behind it, over channels."""
+        one = self.over_channels
+        assert one is not None
+        return replace(tail, channels=one.program.cpp, per_position=None if one.each else meta(one.node).dtype)
 
 
 def stages(
@@ -156,7 +163,7 @@ def _stages(
 
 
 def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPass | None:
-    """Returns the first round if it is one pass over the channels that reads nothing but u, and if nobody else does."""
+    """Returns the first round if it is one pass over channels that reads u alone, and nobody else reads u."""
     first = divided.rounds[0]
     if first.sums or len(first.passes) != 1 or not isinstance(one := first.passes[0], AxisPass):
         return None

@@ -64,7 +64,14 @@ def run(
 
     def plan() -> Plan:
         problem = AxisProblem(
-            _axis(x, dims, aligned), program, sweeps, counts[0], len(wholes), counts[1], counts[2], RESULT_TYPES[dtype]
+            _axis(x, dims, aligned),
+            program,
+            sweeps,
+            counts[0],
+            len(wholes),
+            counts[1],
+            counts[2],
+            RESULT_TYPES[dtype],
         )
         return plan_axis(problem, runner.device_of(x))
 

@@ -30,8 +30,7 @@ struct MmaChannels {
 #pragma unroll
         for (int f = 0; f < C::kPhases; ++f) {
           const auto to = tile.output(at, f);
-          const long long offset =
-              to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w;
+          const long long offset = to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w;
           float own[2 * C::kTilesN];
 #pragma unroll
           for (int i = 0; i < 2 * C::kTilesN; ++i) own[i] = sums[f][m][i / 2][2 * half + i % 2];
@@ -53,9 +52,7 @@ struct MmaChannels {
 
  private:
   // Returns the channel of the lane's i-th sum of a position.
-  __device__ __forceinline__ int channel(int i) const {
-    return Layout::column(i / 2, lane % 4 * 2 + i % 2);
-  }
+  __device__ __forceinline__ int channel(int i) const { return Layout::column(i / 2, lane % 4 * 2 + i % 2); }
 
   // Applies the pointwise part to the lane's sums of a position, two neighbouring channels at a time.
   __device__ __forceinline__ void apply(float (&own)[2 * C::kTilesN], int n, long long offset,

@@ -234,8 +234,8 @@ def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
     # What follows the sums does not matter to the model: layers that differ in it share a search.
     held = "all" if problem.channels else ""
-    none = {"tail": "", "tail_vectors": 0, "tail_wholes": 0, "per_position": ""}
-    plain = replace(problem, relu=False, norm=None, channels=held, **none)
+    plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    plain = replace(plain, channels=held, per_position="")
     settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found

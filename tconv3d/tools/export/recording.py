@@ -272,7 +272,10 @@ class Recording(Runner):
         kind = next(iter(given.values())).dtype
         results = tuple(
             Result(
-                key, tuple(each.shape), dtype="" if each.dtype is kind else RESULT_TYPES[each.dtype], strides=each.stride()
+                key,
+                tuple(each.shape),
+                dtype="" if each.dtype is kind else RESULT_TYPES[each.dtype],
+                strides=each.stride(),
             )
             for key, each in written.items()
             if each is not None
