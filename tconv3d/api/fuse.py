@@ -225,8 +225,9 @@ def _over_channels(kind: Kind, input: Tensor, block: FusedTail, device: Device) 
     if kind.prepared.stages.over_channels is None:
         return None
     weight, bias, *settings = arguments(block.convolution, input, None)
-    with torch.no_grad():
-        operands = cast_operands(input, weight, bias, keep=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        examples = (None if each is None else _example(each, weight.device) for each in (input, weight, bias))
+        operands = cast_operands(*examples, keep=False)
     problem, _ = problems.forward(*operands, convolution_of(*settings), OperandAddresses())
     return with_tail(kind, problem, device)[1]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from math import isinf
 from types import ModuleType
 
 from ..families.depthwise import lines as depthwise_lines_planner
@@ -184,7 +185,7 @@ def why_not_over_channels(problem: Problem, device: Device) -> str | None:
         found, plain = ({problem.which: each} for each in (problem, stored))
         offers = [each for each in answers(found, device) if isinstance(each, Offer)]
         best_offers = ranked(tuple(found), offers, 1)
-        if not best_offers:
+        if not best_offers or isinf(best_offers[0][0].price):
             return "no kernel that takes the layer holds all channels of a position in a warp"
         inside = OVER_CHANNELS_PRICE * sum(offer.price for offer in best_offers[0])
         behind = sum(offer.price for offer in taken(plain, device)) + calibration.pass_microseconds(problem, device)
