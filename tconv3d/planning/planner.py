@@ -246,6 +246,7 @@ def aside() -> Iterator[None]:
 def forget() -> None:
     """Forgets the first volume of every layer, so that the next volume counts as the first."""
     plan.cache_clear()
+    why_not_over_channels.cache_clear()
     repertoire.forget()
     for _, family in FAMILIES:
         if hasattr(family, "forget"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tail_checks import LAST, C, check_gradients, check_values, fused, operand
 from torch import Tensor, nn
 
 import tconv3d
+from tconv3d.planning import planner
 
 Z = Callable[[Tensor], Any]
 TAILS: dict[str, Z] = {
@@ -37,6 +39,15 @@ KINDS = {
     "float16": (torch.float16, torch.contiguous_format),
     "float32, channels last": (torch.float32, LAST),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Passes reduce over channels here; `test_over_channels.py` has the kernels of convolutions that do."""
+    monkeypatch.setattr(planner, "OVER_CHANNELS_PRICE", math.inf)
+    planner.why_not_over_channels.cache_clear()
+    yield
+    planner.why_not_over_channels.cache_clear()
 
 
 class LayerNorm(nn.Module):

@@ -35,7 +35,7 @@ struct HaloChannels {
     });
   }
 
-  // The same where a lane's rows are pairs of neighbouring positions (halo_lines.cuh).
+  // Runs the program where a lane's rows are pairs of neighbouring positions (halo_lines.cuh).
   template <class Pairs>
   static __device__ __forceinline__ void run_on_pairs(const Args& args, const Place& at, const Pairs& pairs,
                                                       int plane, int lane, Sums& sums) {
