@@ -226,8 +226,8 @@ def _over_channels(kind: Kind, input: Tensor, block: FusedTail, device: Device) 
         return None
     weight, bias, *settings = arguments(block.convolution, input, None)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        examples = (None if each is None else _example(each, weight.device) for each in (input, weight, bias))
-        operands = cast_operands(*examples, keep=False)
+        x, w, b = (_example(each, weight.device) for each in (input, weight, bias))
+        operands = cast_operands(x, w, b, keep=False)
     problem, _ = problems.forward(*operands, convolution_of(*settings), OperandAddresses())
     return with_tail(kind, problem, device)[1]
 

@@ -250,9 +250,13 @@ class Axes:
         if len(placed) > MOST_PLACED or count > MOST_STEPS:
             return None
         writer = _AxisWriter(
-            self.full, starts[0], self._elements(elements), locals=len(placed) + count, positions=self.positions
+            self.full,
+            starts[0],
+            self._elements(elements),
+            locals=len(placed) + count,
+            tensors=starts[1:],
+            positions=self.positions,
         )
-        writer.wholes.extend(starts[1:])
         for index, each in enumerate(placed):
             writer.names[each] = local(index)
         written, sweeps = self._steps(steps, writer, len(placed))
