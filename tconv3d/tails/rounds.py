@@ -283,21 +283,31 @@ def _divided(
     With `deferring` a round writes no element node for later rounds, which can compute it again from the same tensor.
     """
     state = _State(graph, set(inside), dict(known), {value, *wholes}, channels_last, deferring)
-    tensors: list[tuple[tuple[fx.Node, ...], Shape]] = [((value, *wholes), shape_of(value))]  # where rounds may begin
+    tensors: list[Start] = [((value, *wholes), shape_of(value))]  # where rounds may begin
+    joined: list[Start] = []  # the same for several tensors that rounds have read and written
     found = [_rounds(state, *tensors[0])]
     while (each := found[-1]).left:
         state.inside |= {node for node in graph.nodes if node not in each.left}
         ends = [((node,), shape) for node, shape in each.ends.items() if meta(node).dtype in FLOATS]
         ends = [end for end in ends if _used(end[0][0], each.left)]
-        tensors += [*ends, *_joined(tensors[0], ends)]
+        tensors += ends
+        joined += _joined(tensors[0], ends)
         state.large.update(each.ends)
         state.known.update(dict.fromkeys([*state.large, *each.computed]))
-        following = (_rounds(state, *start) for start in reversed(tensors))
-        useful = [one for one in following if one.ends or one.sums]
-        if not useful:
+        one = _first_useful(state, tensors)
+        two = None if one is not None and not one.left else _first_useful(state, joined)
+        if one is None or (two is not None and len(two.left) < len(one.left)):
+            one = two
+        if one is None:
             break
-        found.append(min(useful, key=lambda one: len(one.left)))
+        found.append(one)
     return Divided(tuple(found), found[-1].left)
+
+
+def _first_useful(state: _State, starts: list[Start]) -> Rounds | None:
+    """Returns the round that begins at the latest of these tensors and computes anything."""
+    following = (_rounds(state, *start) for start in reversed(starts))
+    return next((one for one in following if one.ends or one.sums), None)
 
 
 Start = tuple[tuple[fx.Node, ...], Shape]  # tensors of one shape that exist, where a round may begin

@@ -170,6 +170,7 @@ def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPa
     if one.dims != {1} or one.vectors or one.wholes or one.placed or one.along:
         return None
     needed = {each for node in (*first.left, nodes[-1]) for each in node.all_input_nodes}
+    needed |= {each.value for each in divided.rounds[1:]}
     if needed & aliases(u) or (one.each and meta(one.node).dtype is not meta(u).dtype):
         return None
     return one

@@ -62,6 +62,9 @@ STEPS: dict[str, Step] = {
     "centred": lambda y, s, v, r: y - y.mean(SPACE, keepdim=True),
     "squeezed": lambda y, s, v, r: y * torch.sigmoid(0.3 * y.mean(SPACE))[..., None, None, None],
     "largest": lambda y, s, v, r: y - y.amax(SPACE, keepdim=True),
+    "softmax over channels": lambda y, s, v, r: y.softmax(1) * 3,
+    "log-softmax over channels": lambda y, s, v, r: F.log_softmax(y, 1) + y,
+    "centred over channels": lambda y, s, v, r: y - y.mean(1, keepdim=True),
     "both branches": lambda y, s, v, r: F.silu(y) + 0.5 * torch.tanh(y * s.scale),
     "view": lambda y, s, v, r: torch.sigmoid(y.flatten(2) * 2).view(y.shape),
     "PyTorch's part": lambda y, s, v, r: y.cumsum(3) * 0.3,
@@ -70,6 +73,8 @@ ENDS: dict[str, Step] = {
     "nothing": lambda y, s, v, r: y,
     "mean over space": lambda y, s, v, r: y.mean(SPACE),
     "sum per channel": lambda y, s, v, r: y.sum((0, *SPACE)),
+    "log-sum-exp over channels": lambda y, s, v, r: torch.tanh(y.logsumexp(1)),
+    "largest channel": lambda y, s, v, r: y.amax(1, keepdim=True),
     "mean of everything": lambda y, s, v, r: y.mean(),
 }  # fmt: skip
 
