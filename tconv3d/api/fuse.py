@@ -211,7 +211,7 @@ def with_tail(kind: Kind, problem: Problem, device: Device) -> tuple[Problem, st
         problem = replace(problem, norm=Norm(s.statistics.groups, 0.0))
     if s.statistics is not None or s.over_channels is not None or s.epilogue != VALUE:
         vectors, wholes = len(s.operands.vectors), len(s.operands.wholes)
-        problem = replace(problem, tail=s.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes)
+        problem = replace(problem, tail=s.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes, tail_reads=s.reads)
     if s.over_channels is None:
         return problem, ""
     tail = s.over_channels_of(Tail(s.epilogue.cpp))

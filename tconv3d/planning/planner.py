@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from math import isinf
+from math import isinf, prod
 from types import ModuleType
 
 from ..families.depthwise import lines as depthwise_lines_planner
@@ -218,7 +218,8 @@ def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
 
 def _with_operands(plan: Plan, problem: Problem) -> Plan:
     """Returns a plan whose launches also get the operands of the problem's tail."""
-    sizes = problem.tail_vectors, problem.tail_wholes, problem.batch, problem.geometry.out_channels
+    volume = prod(problem.output_size)
+    sizes = problem.tail_vectors, problem.tail_wholes, problem.batch, problem.geometry.out_channels, volume
     return replace(
         plan,
         launches=tuple(with_tail(launch, *sizes) for launch in plan.launches),

@@ -73,6 +73,15 @@ def float32_in_pytorch(geometry: Geometry) -> bool:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Describes a tensor that a tail reads: its C++ type, and whether it has one batch item or channel for all."""
+
+    scalar: str
+    one_item: bool = False
+    one_channel: bool = False
+
+
+@dataclass(frozen=True)
 class Problem:
     """Describes one pass of one layer over tensors of known size, type and strides.
 
@@ -96,7 +105,8 @@ class Problem:
     relu: bool = False  # the forward pass stores the ReLU of its result
     tail: str = ""  # C++ name of the expression of its result that the forward pass stores (device/expressions.cuh)
     tail_vectors: int = 0  # vectors, numbers for each channel of a batch item, that the tail reads
-    tail_wholes: int = 0  # tensors of y's shape, type and strides that the tail reads
+    tail_wholes: int = 0  # tensors that the tail reads, of y's shape, type and strides unless `tail_reads` has others
+    tail_reads: tuple[Read, ...] = ()  # how each of them lies in memory, if one of them lies otherwise than y
     norm: Norm | None = None  # the forward pass also computes the statistics of the values it stores
     # C++ name of the program over the channels of a position that follows the tail (device/axis_program.cuh)
     channels: str = ""
@@ -126,10 +136,17 @@ class Problem:
         if self.has_operands:
             aligned = gcd(self.geometry.out_per_group, 16)
             counts = f"{self.tail_vectors}, {self.tail_wholes}, {aligned}"
-            return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}>"
+            kinds = "".join(f", {self._kind(each)}" for each in self.tail_reads)
+            return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}{kinds}>"
         if self.tail:
             return f"tconv3d::Evaluated<{self.tail}, {self._rounded}>"
         return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
+
+    def _kind(self, read: Read) -> str:
+        """Returns the C++ name of how a tensor that the tail reads lies in memory (device/epilogue.cuh)."""
+        last = "true" if self.output[1] == 1 and self.output[4] != 1 else "false"
+        sharing = self.geometry.out_channels if read.one_channel else 1
+        return f"tconv3d::Read<{read.scalar}, {'true' if read.one_item else 'false'}, {sharing}, {last}>"
 
     @property
     def _rounded(self) -> str:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from ..planning.planner import Refused
+from ..planning.problem import contiguous_strides
 from ..torch_ops import axis_executor, kept, pool_executor, tail_executor
 from ..torch_ops.casting import below_autocast, stream_of
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.runner import RUNNER, Runner
-from .axes import AxisPass
+from .axes import AxisPass, padded
 from .expressions import VALUE
 from .pointwise import Shape, aliases, rows_of
 from .pool_gradients import GatherPass
@@ -134,7 +135,7 @@ class Prepared:
         if vectors is None and s.operands.vectors:
             vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
-        return Tail(s.epilogue.cpp, vectors, wholes)
+        return Tail(s.epilogue.cpp, vectors, wholes, s.reads)
 
     def _start(
         self,
@@ -402,10 +403,19 @@ def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None], s
 
 
 def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor with shape and strides of `like` at a multiple of 16 bytes, copied if it lies otherwise."""
-    if whole.shape == like.shape and whole.stride() == like.stride() and whole.data_ptr() % 16 == 0:
+    """Returns a tensor as the epilogue reads it, copied if it lies otherwise or at no multiple of 16 bytes.
+
+    It has the strides of `like`, also if it has one batch item; with one channel it is dense.
+    """
+    shape = padded(tuple(whole.shape))
+    one = shape[1] == 1 < like.shape[1]
+    strides = contiguous_strides(shape) if one else like.stride()
+    placed = all(
+        size == 1 or own == wanted for size, own, wanted in zip(shape, whole.stride(), strides, strict=False)
+    )
+    if whole.dim() == 5 and placed and whole.data_ptr() % 16 == 0:
         return whole
-    return torch.empty_strided(like.shape, like.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+    return torch.empty_strided(shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def with_strides_of(result: Tensor, whole: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..planning.problem import (
     Norm,
     Pass,
     Problem,
+    Read,
     Strides,
     bias_grad_problem,
     contiguous_strides,
@@ -96,25 +97,28 @@ class Tail:
     """Holds an expression of the convolution's result (device/expressions.cuh), and the tensors it names by index.
 
     `vectors` is [number of vectors, N, C_out] in the accumulator's type. `wholes` have the result's type, shape and
-    strides, and addresses that are multiples of 16 bytes.
+    strides unless `reads` says otherwise, and addresses that are multiples of 16 bytes.
     """
 
     expression: str  # the C++ name of the expression
     vectors: Tensor | None = None
     wholes: tuple[Tensor, ...] = ()
+    reads: tuple[
+        Read, ...
+    ] = ()  # how each of the whole tensors lies in memory, if one lies otherwise than the result
     channels: str = ""  # the C++ name of the program over the channels of a position that follows the expression
     per_position: torch.dtype | None = None  # element type of a result with one number per position
 
     @property
-    def kind(self) -> tuple[str, int, int, str, str]:
+    def kind(self) -> tuple[str, int, int, tuple[Read, ...], str, str]:
         """What a plan depends on: expression, numbers of vectors and whole tensors, the program and its result."""
         vectors = 0 if self.vectors is None else self.vectors.shape[0]
         result = "" if self.per_position is None else RESULTS[RESULT_TYPES[self.per_position]]
-        return self.expression, vectors, len(self.wholes), self.channels, result
+        return self.expression, vectors, len(self.wholes), self.reads, self.channels, result
 
     @property
     def sizes(self) -> dict[str, Any]:
-        names = "tail", "tail_vectors", "tail_wholes", "channels", "per_position"
+        names = "tail", "tail_vectors", "tail_wholes", "tail_reads", "channels", "per_position"
         return dict(zip(names, self.kind, strict=True))
 
     @property

@@ -235,7 +235,7 @@ def _own(problem: Problem, device: Device) -> Choice | None:
     # What follows the sums does not matter to the model: layers that differ in it share a search.
     held = "all" if problem.channels else ""
     plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
-    plain = replace(plain, channels=held, per_position="")
+    plain = replace(plain, tail_reads=(), channels=held, per_position="")
     settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
