@@ -29,7 +29,7 @@ from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Build
 from tconv3d.families.halo.candidates import Nominal, builds_of, last_tiles_divided
 from tconv3d.families.halo.job import job_of
-from tconv3d.families.halo.model import best_tiling
+from tconv3d.families.halo.search import best_tiling
 from tconv3d.families.halo.tiling import forget_boxes
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.offers import Offer, cheapest

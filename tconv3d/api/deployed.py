@@ -22,7 +22,7 @@ from ..families.norm.planner import NormProblem, Wanted
 from ..families.pytorch.planner import KERNEL as PYTORCH
 from ..planning import planner
 from ..planning.launch import Launch
-from ..planning.problem import Device, Norm, Pass, Plan, Problem
+from ..planning.problem import Device, Norm, Pass, Problem, is_channels_last
 from ..runtime import background
 from ..torch_ops import choosing, executor
 from ..torch_ops.problems import DTYPES, tf32_level
@@ -128,13 +128,13 @@ def _kind(variant: Variant) -> tuple[Any, ...]:
 
 
 def _launches(variant: Variant, device: Device) -> Iterator[Launch]:
-    yield from _of_plan(planner.plan(variant.forward, device))
+    yield from planner.plan(variant.forward, device).every_launch
     for gradients in (variant.problems[1:], variant.turned):
         yield from _gradient_launches(gradients, device)
     if device != executor.EMULATED:  # on some GPUs the first call times several offers, which must all be there
         for asked in ((variant.forward,), variant.problems[1:], variant.turned):
             for plan in choosing.contending_plans({problem.which: problem for problem in asked}, device):
-                yield from _of_plan(plan)
+                yield from plan.every_launch
     for asked in ((variant.forward,), *_combinations(variant.problems[1:]), *_combinations(variant.turned)):
         yield from _winner_launches({problem.which: problem for problem in asked}, device)
     if variant.layer.norm is not None:
@@ -154,7 +154,7 @@ def _winner_launches(wanted: dict[Pass, Problem], device: Device) -> Iterator[La
         with planner.meeting(wanted, device):
             found = choosing.choice(wanted, device, settings, cuda)
             if found.winner is not None and not any(offer.kernel == PYTORCH for offer in found.cover):
-                yield from _of_plan(planner.plan_of(found.cover, wanted, device))
+                yield from planner.plan_of(found.cover, wanted, device).every_launch
 
 
 def _combinations(gradients: tuple[Problem, ...]) -> Iterator[tuple[Problem, ...]]:
@@ -166,18 +166,11 @@ def _gradient_launches(gradients: tuple[Problem, ...], device: Device) -> Iterat
     """Yields the launches of every combination of gradients, also for when memory is short."""
     for problem in gradients:  # an operator of its own computes each gradient under torch.compile
         for each in (device, device.thrifty):
-            yield from _of_plan(planner.plan(problem, each))
+            yield from planner.plan(problem, each).every_launch
     for wanted in _combinations(gradients):
         if len(wanted) > 1:
             for each in (device, device.thrifty):
-                yield from _of_plan(planner.plan_gradients(wanted, each))
-
-
-def _of_plan(plan: Plan) -> Iterator[Launch]:
-    for each in (plan, plan.kept):
-        for launch in each.launches if each is not None else ():
-            if min(launch.grid) > 0:
-                yield launch
+                yield from planner.plan_gradients(wanted, each).every_launch
 
 
 def _norm_launches(variant: Variant, norm: nn.GroupNorm, device: Device) -> Iterator[Launch]:
@@ -186,11 +179,11 @@ def _norm_launches(variant: Variant, norm: nn.GroupNorm, device: Device) -> Iter
     parameter = next((DTYPES[tensor.dtype] for tensor in norm.parameters()), dtype)
     for result in dict.fromkeys((dtype, parameter)):
         problem = NormProblem(activation(variant.forward), result, parameter, norm.num_groups)
-        yield from _of_plan(norm_planner.plan_normalize(problem, device))
+        yield from norm_planner.plan_normalize(problem, device).every_launch
         for number in range(1, 8) if len(variant.problems) > 1 else ():
             wanted = Wanted(bool(number & 1), bool(number & 2) and norm.affine, bool(number & 4))
             if any((wanted.input, wanted.parameters, wanted.bias)):
-                yield from _of_plan(norm_planner.plan_gradient(problem, wanted, device))
+                yield from norm_planner.plan_gradient(problem, wanted, device).every_launch
 
 
 # ---- from models to calls
@@ -241,7 +234,7 @@ def _variant(
     if norm is not None:  # the norm's gradient includes the gradient of the convolution's bias
         gradients = [problem for problem in gradients if problem.which is not Pass.BIAS_GRAD]
         turned = []  # the norm's gradient has the layout of its input
-    channels_last = forward.input[1] == 1 and forward.input[4] != 1
+    channels_last = is_channels_last(forward.input)
     return Variant(
         layer,
         (forward, *(gradients if backward else ())),

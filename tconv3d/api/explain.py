@@ -25,7 +25,7 @@ from ..planning.geometry import Geometry
 from ..planning.gpus import DEFAULT_GPU, Gpu
 from ..planning.launch import Launch
 from ..planning.offers import Answer, Offer, Refusal
-from ..planning.problem import Device, Norm, Pass, Plan, Problem
+from ..planning.problem import Device, Norm, Pass, Plan, Problem, is_channels_last
 from ..runtime import compiler, packs
 from ..tails.algebra import Moved
 from ..tails.kinds import Kind
@@ -109,7 +109,7 @@ def tail_launches(block: FusedTail, input: Tensor, extra: Sequence[Any], device:
 
 
 def _launches_of(plans: Sequence[Plan]) -> tuple[Launch, ...]:
-    return tuple(launch for plan in plans for each in (plan, plan.kept) if each for launch in each.launches)
+    return tuple(launch for plan in plans for launch in plan.every_launch)
 
 
 def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
@@ -313,9 +313,10 @@ def _explain_call(wanted: Mapping[Pass, Problem], device: Device, gpu: Gpu | Non
     with planner.meeting(wanted, device):
         choice = choosing.choice(wanted, device, settings, present)
         plans = {which: plan for plan in planner.plans_of(choice.cover, wanted, device) for which in plan.passes}
-    times = [each.microseconds for each in choice.answers if isinstance(each, Offer) and each.kernel == PYTORCH]
+    offers = [each for each in choice.answers if isinstance(each, Offer)]
+    times = [each.microseconds for each in offers if each.kernel == PYTORCH]
     theirs = next((time for time in times if not isinf(time)), None)
-    later = choosing.measures(device, settings[0], present)
+    later = choosing.measures(wanted, offers, device, settings[0], present)
     measured = "not measured yet: offers are timed at the first call" if later else ""
     measured = measured if choice.winner is None else str(choice.winner)
     for which, problem in wanted.items():
@@ -480,7 +481,7 @@ def _moved_call(moved: Moved, call: Call) -> Call | None:
 
 def activation(problem: Problem) -> Activation:
     """Returns the result of a forward pass as the norm's planner describes it."""
-    last = problem.output[1] == 1 and problem.output[4] != 1
+    last = is_channels_last(problem.output)
     size = prod(problem.output_size)
     return Activation(problem.batch, problem.geometry.out_channels, size, problem.dtype, last)
 

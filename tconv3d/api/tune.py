@@ -138,7 +138,7 @@ def tune_offers(
 ) -> Tuned:
     """Times offers for a whole call, a forward pass or all gradients together, and stores the winner."""
     settings = choosing.circumstances(like.is_cuda)
-    call = _call(asked, convolution, like)
+    call = random_call(asked, convolution, like)
     trials = choosing.measure_all(call, settings, max(2, most), clock, 1e3 * BUDGET_S * 10 * (most + 2))
     best = min(trials, key=lambda trial: trial.ms)
     found = tuple(Trial(each.name, each.ms if each.times else None, each.why_not) for each in trials)
@@ -149,18 +149,20 @@ def tune_offers(
     return Tuned(f"{name}, all offers", best.name, found, before, best.ms, best is not trials[0], "offers")
 
 
-def _call(asked: Sequence[Problem], convolution: Convolution, like: Tensor) -> choosing.Call:
-    """Returns a call with random operands; only their shapes, types and memory layouts matter."""
-    problem = next((each for each in asked if each.which is not Pass.BIAS_GRAD), asked[0])
-    g, forward = problem.geometry, problem.which is Pass.FORWARD
+def random_call(asked: Sequence[Problem], convolution: Convolution, like: Tensor) -> choosing.Call:
+    """Returns a call with random operands; only their shapes, types and memory layouts matter.
+
+    `asked` is a forward pass, or one or several gradients that are not the bias's alone.
+    """
+    problem = next(each for each in asked if each.which is not Pass.BIAS_GRAD)
+    g, wanted, random = problem.geometry, {each.which: each for each in asked}, Random(like)
     x_shape = (problem.batch, g.in_channels, *problem.input_size)
     w_shape = (g.in_channels, g.out_per_group, *g.kernel)
     y_shape = (problem.batch, g.out_channels, *problem.output_size)
-    weight_strides = next(each.weight for each in asked if each.which is not Pass.WEIGHT_GRAD)
-    random = Random(like)
-    w, wanted = random(w_shape, weight_strides), {each.which: each for each in asked}
-    if forward:
-        x, bias = random(x_shape, problem.input), random((g.out_channels,), (1,)) if problem.bias else None
+    x = random(x_shape, wanted.get(Pass.WEIGHT_GRAD, problem).input)
+    w = random(w_shape, wanted.get(Pass.INPUT_GRAD, problem).weight)
+    if problem.which is Pass.FORWARD:
+        bias = random((g.out_channels,), (1,)) if problem.bias else None
         addresses = (x.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr())
         trials = executor.Trials(
             executor.OPERANDS[Pass.FORWARD], ((y_shape, problem.output),), like, addresses, keep=False
@@ -168,12 +170,15 @@ def _call(asked: Sequence[Problem], convolution: Convolution, like: Tensor) -> c
         theirs: Callable[[], object] = partial(pytorch_ops.forward, x, w, bias, convolution)
     else:
         dy = random(y_shape, problem.output)
-        x = random(x_shape, wanted[Pass.WEIGHT_GRAD].input)
-        layouts = ((x_shape, wanted[Pass.INPUT_GRAD].input), (w_shape, wanted[Pass.WEIGHT_GRAD].weight))
-        bias_layout = ((g.out_channels,), (1,)) if Pass.BIAS_GRAD in wanted else None
+        dx, dw, db = (wanted.get(which) for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
+        layouts = (
+            None if dx is None else (x_shape, dx.input),
+            None if dw is None else (w_shape, dw.weight),
+            None if db is None else ((g.out_channels,), (1,)),
+        )
         operands = tuple(tensor.data_ptr() for tensor in (dy, x, w))
-        trials = executor.Trials(executor.BACKWARD, (*layouts, bias_layout), like, operands)
-        asks = (True, True, bias_layout is not None)
+        trials = executor.Trials(executor.BACKWARD, layouts, like, operands)
+        asks = tuple(layout is not None for layout in layouts)
         theirs = partial(pytorch_ops.backward, dy, x, w, asks, problem.input_size, g.kernel, convolution)
     return choosing.Call(wanted, executor.device_of(like), like, trials.prepare, theirs)
 

@@ -86,9 +86,15 @@ __device__ void sum_rows(const Args& args) {
   __syncthreads();
   Acc* parts = static_cast<Acc*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
   for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
-    Acc sum = 0;
-    for (int i = 0; i < rows; ++i) sum += shared[i * args.channels + channel];
-    parts[channel] = sum;
+    LongSum<Acc> sum;
+    for (int first = 0; first < rows; first += kAtOnce) {
+      Acc few = 0;
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; ++i)
+        few += i < rows ? shared[i * args.channels + channel] : Acc(0);
+      sum.add(few);
+    }
+    parts[channel] = sum.total;
   }
 }
 

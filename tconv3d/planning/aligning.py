@@ -11,7 +11,7 @@ This module knows nothing of which families there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -19,9 +19,10 @@ from math import prod
 from . import calibration
 from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, Arguments
 from .calibration import Work
+from .detour import Asking, Planning, behind_copy
 from .geometry import Geometry
 from .launch import Launch
-from .offers import Answer, Offer, Refusal, Wanted
+from .offers import Answer, Cover, Offer, Refusal, Wanted
 from .problem import Device, Pass, Plan, Problem, Strides, bias_grad_problem, contiguous_strides
 
 KERNEL = "align"
@@ -29,7 +30,6 @@ VECTOR = 8  # elements of 16 bits in 16 bytes
 MOST_BYTES = 2**29  # bytes of the copy
 THREADS = 256
 AT_ONCE = 4  # vectors per thread
-REGION_ALIGN = 256
 ALIGNED = "aligned dy"  # region of the workspace
 
 ALIGN = Arguments(
@@ -41,9 +41,6 @@ ALIGN = Arguments(
     vectors=INT32("Vectors of the target."),
     by_line=DIVIDER("Divides by the vectors of a line of the target."),
 )
-
-Cover = Callable[[Wanted, Device], tuple[Offer, ...]]  # returns the cheapest offers of all families
-Join = Callable[[Sequence[Plan]], Plan]  # joins the plans of several gradients
 
 
 def shape_of(problem: Problem) -> tuple[int, ...]:
@@ -80,10 +77,10 @@ def inner(problem: Problem) -> Problem:
     )
 
 
-def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[Answer]:
+def answers(wanted: Wanted, device: Device, ask: Asking, plan_of: Planning) -> list[Answer]:
     """Returns an offer for all wanted gradients of a layer whose dy has 16-bit lines of odd length, or a refusal.
 
-    `cover` and `join` are the planner's. Nothing is returned for other layers.
+    `ask` and `plan_of` are the planner's. Nothing is returned for other layers.
     """
     main = wanted.get(Pass.WEIGHT_GRAD) or wanted.get(Pass.INPUT_GRAD)
     if main is None or main.batch == 0 or main.item_bytes != 2 or main.output_size[2] % 2 == 0:
@@ -95,58 +92,40 @@ def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[An
         return [Refusal(KERNEL, passes, "memory is short")]
     if 2 * prod(aligned_shape(main)) > MOST_BYTES:
         return [Refusal(KERNEL, passes, f"a copy of dy would take more than {MOST_BYTES >> 20} MB")]
+    asked = {which: inner(problem) for which, problem in wanted.items()}
     try:
-        offers = cover({which: inner(problem) for which, problem in wanted.items()}, device)
+        cover = ask(asked, device)
     except NotImplementedError as error:
         return [Refusal(KERNEL, passes, f"of a copy of dy with longer lines: {error}")]
     factor = calibration.surcharge(KERNEL, device)
-    make = partial(_plan, main, offers, join)
-    return [Offer(KERNEL, passes, main, device, partial(_work, offers, device), make, surcharge=factor)]
+    make = partial(_plan, main, partial(plan_of, cover, asked, device))
+    return [Offer(KERNEL, passes, main, device, partial(_work, cover, device), make, surcharge=factor)]
 
 
-def _work(offers: Sequence[Offer], device: Device) -> Work:
+def _work(cover: Cover, device: Device) -> Work:
     """Returns the work of a cover and of the copy: the time of the cover as cycles, and one launch."""
     rate = calibration.rates_of(KERNEL, "any", device)["kilocycles"]
-    return Work(1, 1e3 * sum(offer.microseconds for offer in offers) / rate)
+    return Work(1, 1e3 * sum(offer.microseconds for offer in cover) / rate)
 
 
 def _launch(problem: Problem) -> Launch:
     shape = aligned_shape(problem)
     vectors = prod(shape) // VECTOR
-    return Launch(
-        kernel=KERNEL,
-        constants=(("kThreads", THREADS), ("kMinBlocks", 4), ("kAtOnce", AT_ONCE)),
-        grid=(-(-vectors // (THREADS * AT_ONCE)), 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=ALIGN.pointers(source="dy", target=ALIGNED),
-        scalars=ALIGN.pack(
-            elements=prod(shape_of(problem)),
-            width=problem.output_size[2],
-            vectors=vectors,
-            by_line=shape[4] // VECTOR,
-        ),
+    return ALIGN.launch(
+        -(-vectors // (THREADS * AT_ONCE)),
+        THREADS,
+        (("kAtOnce", AT_ONCE),),
+        {"source": "dy", "target": ALIGNED},
+        min_blocks=4,
+        elements=prod(shape_of(problem)),
+        width=problem.output_size[2],
+        vectors=vectors,
+        by_line=shape[4] // VECTOR,
     )
 
 
-def _plan(problem: Problem, offers: Sequence[Offer], join: Join) -> Plan:
+def _plan(problem: Problem, gradients: Callable[[], Plan]) -> Plan:
     """Returns the plan of the gradients: dy is copied, and every launch reads the copy."""
-    order = list(Pass)
-    inner_plan = join(sorted((offer.plan() for offer in offers), key=lambda plan: order.index(plan.passes[0])))
-    start = -(-inner_plan.workspace_bytes // REGION_ALIGN) * REGION_ALIGN
-    first, *others = [
-        replace(launch, pointers=tuple(ALIGNED if name == "dy" else name for name in launch.pointers))
-        for launch in inner_plan.launches
-    ]
-    return replace(
-        inner_plan,
-        kernel=f"{KERNEL} + {inner_plan.kernel}",
-        why=f"dy copied to lines of {aligned_shape(problem)[4]} elements before: {inner_plan.why}",
-        # An overlapping launch may read dy before it waits, so the one after the copy must not overlap.
-        launches=(_launch(problem), replace(first, overlaps=False), *others),
-        workspace_bytes=start + 2 * prod(aligned_shape(problem)),
-        regions=(*inner_plan.regions, (ALIGNED, start)),
-        packed_bytes=0,
-        preparing=0,
-        kept=None,
-    )
+    shape = aligned_shape(problem)
+    why = f"dy copied to lines of {shape[4]} elements before"
+    return behind_copy(gradients(), _launch(problem), ALIGNED, 2 * prod(shape), why)

@@ -5,9 +5,8 @@
         words=POINTER("Memory to fill, in words of 16 bytes."),
         count=INT64("How many words there are."),
     )
-    FILL.definitions                  # `struct Args` in C++, which the compiler gets before the kernel's header
-    FILL.pointers(words="workspace")  # the operands of a launch, in the order of the struct
-    FILL.pack(count=7)                # the bytes behind the pointers, padded as C++ pads them
+    FILL.definitions   # `struct Args` in C++, which the compiler gets before the kernel's header
+    FILL.launch(1, 32, (), {"words": "workspace"}, count=7)   # a block of 32 threads, without further constants
 
 A kernel without a declaration (`declared` returns None) defines `struct Args` in its own header.
 
@@ -219,6 +218,35 @@ class Arguments(Struct):
             raise type(error)(f"arguments of {self.kernel}: {error}") from error
         return whole[8 * len(self.pointer_names) :]
 
+    def launch(
+        self,
+        blocks: int,
+        threads: int,
+        constants: Constants,
+        operands: Mapping[str, str] | None = None,
+        /,
+        *,
+        shared_bytes: int = 0,
+        min_blocks: int = 1,
+        overlaps: bool = False,
+        **values: Any,
+    ) -> Launch:
+        """Returns a launch of the kernel, compiled for `min_blocks` blocks per multiprocessor.
+
+        A pointer gets the operand of its own name unless `operands` names another; `values` are the other arguments.
+        """
+        named = {**{name: name for name in self.pointer_names}, **(operands or {})}
+        return Launch(
+            self.kernel,
+            (("kThreads", threads), ("kMinBlocks", min_blocks), *constants),
+            (blocks, 1, 1),
+            threads,
+            shared_bytes,
+            self.pointers(**named),
+            self.pack(**values),
+            overlaps,
+        )
+
     def given(self, operands: Sequence[str], scalars: bytes) -> dict[str, Any]:
         """Returns the arguments of a launch by name: operands for pointers, numbers, and dictionaries for structs."""
         values = self.read(bytes(8 * len(self.pointer_names)) + scalars)
@@ -297,7 +325,7 @@ def _walk(walk: tuple[Triple, int]) -> dict[str, Any]:
     return {"size": size, "step": digits, "step_n": step // (w * h * d), **per_axis("by", size)}
 
 
-def per_axis(name: str, values: Sequence[int]) -> dict[str, int]:
+def per_axis(name: str, values: Sequence[int]) -> dict[str, Any]:
     """Returns one argument per dimension: per_axis("by", (2, 3, 4)) == {"by_d": 2, "by_h": 3, "by_w": 4}."""
     return {f"{name}_{axis}": value for axis, value in zip("dhw", values, strict=True)}
 

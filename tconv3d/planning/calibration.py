@@ -27,7 +27,7 @@ from typing import Any
 
 from . import gpus
 from .gpus import GPUS, Gpu
-from .problem import Device, Pass, Problem
+from .problem import Device, Pass, Problem, is_channels_last
 
 DIRECTORY = Path(__file__).with_name("rates")
 DERIVED = DIRECTORY / "derived"
@@ -68,7 +68,7 @@ def kind_of(problem: Problem) -> str:
     strict = problem.dtype == "float32" and not problem.tf32
     dtype = "strict" if strict else "16 bit" if problem.item_bytes == 2 else problem.dtype
     strides = problem.input if problem.which is not Pass.BIAS_GRAD else problem.output
-    layout = "channels last" if strides[1] == 1 and strides[4] != 1 else "contiguous"
+    layout = "channels last" if is_channels_last(strides) else "contiguous"
     return f"{problem.which.value}, {dtype}, {layout}"
 
 

@@ -18,17 +18,27 @@ This module knows nothing of which families there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, STRIDES, Arguments
 from .calibration import DEFAULT, Work
+from .detour import Asking, Planning, behind_copy, placed, renamed
 from .geometry import Geometry, Triple
 from .launch import Launch
-from .offers import Answer, Offer, Refusal, Wanted
-from .problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, contiguous_strides
+from .offers import Answer, Cover, Offer, Refusal, Wanted
+from .problem import (
+    Device,
+    Pass,
+    Plan,
+    Problem,
+    Strides,
+    channels_last_strides,
+    contiguous_strides,
+    is_channels_last,
+)
 from .scalars import INT32_MAX
 
 KERNEL = "fold"
@@ -36,7 +46,6 @@ LEAST_TAPS = 65  # families of up-convolutions take kernels of up to 4 x 4 x 4 t
 MOST_CHANNELS = 2**16  # channels of the folded layer
 MOST_BYTES = 2**28  # bytes of the folded tensor
 THREADS = 256
-REGION_ALIGN = 256
 FOLDED, FOLDED_BIAS = "folded", "folded bias"  # regions of the workspace
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
 WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}  # C++ types that elements are copied as
@@ -59,9 +68,6 @@ FOLD = Arguments(
     by_h=DIVIDER("Divides by the positions along h."),
     by_kernel_h=DIVIDER("Divides by the taps along h."),
 )
-
-Cover = Callable[[Wanted, Device], tuple[Offer, ...]]  # returns the cheapest offers of all families
-Join = Callable[[Sequence[Plan]], Plan]  # joins the plans of several gradients
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,10 @@ class Folded:
         whole_vectors = aligned and whole[4] == 1 and not any(stride % at_once for stride in whole[:4])
         folded_vectors = tap == 1 and not any(stride % at_once for stride in (item, channel, position))
         vectors = (folded_vectors, whole_vectors) if back else (whole_vectors, folded_vectors)
-        return Launch(
-            kernel=KERNEL,
-            constants=(
-                ("kThreads", THREADS),
-                ("kMinBlocks", 1),
+        return FOLD.launch(
+            -(-runs // THREADS),
+            THREADS,
+            (
                 ("Word", WORDS[self.item_bytes]),
                 ("kRun", kw),
                 ("kBack", back),
@@ -114,25 +119,20 @@ class Folded:
                 ("kReadVectors", vectors[0]),
                 ("kWriteVectors", vectors[1]),
             ),
-            grid=(-(-runs // THREADS), 1, 1),
-            threads=THREADS,
-            shared_bytes=0,
-            pointers=FOLD.pointers(source=source, target=target),
-            scalars=FOLD.pack(
-                whole_strides=whole,
-                item=item,
-                channel=channel,
-                tap=tap,
-                position=position,
-                runs=runs,
-                kernel_d=kd,
-                by_positions=d * h * w,
-                by_lines=kd * kh,
-                by_channels=self.geometry.out_channels,
-                by_w=w,
-                by_h=h,
-                by_kernel_h=kh,
-            ),
+            {"source": source, "target": target},
+            whole_strides=whole,
+            item=item,
+            channel=channel,
+            tap=tap,
+            position=position,
+            runs=runs,
+            kernel_d=kd,
+            by_positions=d * h * w,
+            by_lines=kd * kh,
+            by_channels=self.geometry.out_channels,
+            by_w=w,
+            by_h=h,
+            by_kernel_h=kh,
         )
 
 
@@ -152,7 +152,7 @@ def folded(problem: Problem) -> Folded | None:
         taps_first = g.out_channels > 1
     else:
         return None
-    rows = problem.input[1] == 1 and problem.input[4] != 1
+    rows = is_channels_last(problem.input)
     return Folded(g, problem.batch, problem.input_size, problem.item_bytes, taps_first, rows)
 
 
@@ -188,10 +188,10 @@ def inner(problem: Problem) -> Problem:
     )
 
 
-def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[Answer]:
+def answers(wanted: Wanted, device: Device, ask: Asking, plan_of: Planning) -> list[Answer]:
     """Returns offers for the wanted passes of a large up-convolution, each alone and both gradients together.
 
-    `cover` and `join` are the planner's. Nothing is returned for other layers.
+    `ask` and `plan_of` are the planner's. Nothing is returned for other layers.
     """
     asked = {which: problem for which, problem in wanted.items() if which in PASSES}
     main = next(iter(asked.values()), None)
@@ -200,71 +200,41 @@ def answers(wanted: Wanted, device: Device, cover: Cover, join: Join) -> list[An
     # Gradients share a folded dy if both read it in the same order: dx and x may have different memory layouts.
     shared = len(asked) > 1 and len({folded(problem) for problem in asked.values()}) == 1
     groups = [(which,) for which in asked] + ([tuple(asked)] if shared else [])
-    return [_answer({which: asked[which] for which in group}, device, cover, join) for group in groups]
+    return [_answer({which: asked[which] for which in group}, device, ask, plan_of) for group in groups]
 
 
-def _answer(wanted: Wanted, device: Device, cover: Cover, join: Join) -> Answer:
+def _answer(wanted: Wanted, device: Device, ask: Asking, plan_of: Planning) -> Answer:
     passes, problem = tuple(wanted), next(iter(wanted.values()))
     for each in wanted.values():
         if refusal := why_not(each, device):
             return Refusal(KERNEL, passes, refusal)
     asked = {which: inner(each) for which, each in wanted.items()}
     try:
-        offers = cover(asked, device)
+        cover = ask(asked, device)
     except NotImplementedError as error:
         return Refusal(KERNEL, passes, f"of the folded layer: {error}")
-    make = partial(_plan, problem, offers, join)
-    return Offer(KERNEL, passes, problem, device, partial(_work, offers), make)
+    make = partial(_plan, problem, partial(plan_of, cover, asked, device))
+    return Offer(KERNEL, passes, problem, device, partial(_work, cover), make)
 
 
-def _work(offers: Sequence[Offer]) -> Work:
+def _work(cover: Cover) -> Work:
     """Returns the work of a folded layer: the time of its products as cycles, and the launch that folds."""
-    microseconds = sum(offer.microseconds for offer in offers)
+    microseconds = sum(offer.microseconds for offer in cover)
     return Work(1, 1e3 * microseconds / DEFAULT["kilocycles"])
 
 
-def _plan(problem: Problem, offers: Sequence[Offer], join: Join) -> Plan:
-    plans = [offer.plan() for offer in offers]
-    order = list(Pass)
-    products = join(sorted(plans, key=lambda plan: order.index(plan.passes[0])))
-    forward = problem.which is Pass.FORWARD
-    return _unfolded_forward(problem, products) if forward else _folded_gradients(problem, products)
-
-
-def _placed(products: Plan, names: dict[str, int]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Returns the size of the workspace and its regions, with regions of the given sizes behind those of a plan."""
-    end, regions = products.workspace_bytes, list(products.regions)
-    for name, size in names.items():
-        end = -(-end // REGION_ALIGN) * REGION_ALIGN
-        regions.append((name, end))
-        end += size
-    return end, tuple(regions)
-
-
-def _renamed(launch: Launch, names: dict[str, str]) -> Launch:
-    return replace(launch, pointers=tuple(names.get(name, name) for name in launch.pointers))
+def _plan(problem: Problem, products: Callable[[], Plan]) -> Plan:
+    return (_unfolded_forward if problem.which is Pass.FORWARD else _folded_gradients)(problem, products())
 
 
 def _folded_gradients(problem: Problem, products: Plan) -> Plan:
     """Returns the plan of gradients: dy is folded, and then multiplied."""
     layer = folded(problem)
     assert layer is not None
-    workspace_bytes, regions = _placed(products, {FOLDED: layer.bytes})
-    first, *others = [_renamed(launch, {"dy": FOLDED}) for launch in products.launches]
     fold = layer.launch("dy", FOLDED, problem.output, problem.aligned)
-    return replace(
-        products,
-        kernel=f"{KERNEL} + {products.kernel}",
-        why=f"dy folded to {layer.channels} channels and kernel 1, then: {products.why}",
-        # An overlapping launch may read dy before it waits, so the one after the fold must not overlap.
-        launches=(fold, replace(first, overlaps=False), *others),
-        workspace_bytes=workspace_bytes,
-        regions=regions,
-        tile=products.tile or f"{layer.channels} channels of {prod(layer.size)} positions",
-        packed_bytes=0,
-        preparing=0,
-        kept=None,
-    )
+    why = f"dy folded to {layer.channels} channels and kernel 1, then"
+    plan = behind_copy(products, fold, FOLDED, layer.bytes, why)
+    return replace(plan, tile=products.tile or f"{layer.channels} channels of {prod(layer.size)} positions")
 
 
 def _unfolded_forward(problem: Problem, products: Plan) -> Plan:
@@ -276,10 +246,10 @@ def _unfolded_forward(problem: Problem, products: Plan) -> Plan:
     assert layer is not None
     bias = replace(layer, batch=1, size=(1, 1, 1))
     sizes = {FOLDED: layer.bytes, **({FOLDED_BIAS: bias.bytes} if problem.bias else {})}
-    workspace_bytes, regions = _placed(products, sizes)
+    workspace_bytes, regions = placed(products, sizes)
     # Without a bias, launches name it too and get a null pointer.
     names = {"y": FOLDED, **({"bias": FOLDED_BIAS} if problem.bias else {})}
-    launches = [_renamed(launch, names) for launch in products.launches]
+    launches = renamed(products, names)
     if problem.bias:  # the bias of a channel is repeated for its taps: a tensor whose strides but one are 0
         packing = 1 if products.packed_bytes else 0
         repeat = bias.launch("bias", FOLDED_BIAS, (0, 1, 0, 0, 0), aligned=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 from . import calibration
@@ -145,7 +146,12 @@ def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> Cover | None:
     return next(iter(ranked(wanted, offers, 1)), None)
 
 
-def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[Cover]:
+def ranked(
+    wanted: Sequence[Pass],
+    offers: Sequence[Offer],
+    most: int,
+    by: Callable[[Offer], float] = attrgetter("price"),
+) -> list[Cover]:
     """Returns the covers with the least prices, at most `most`, the cheapest first.
 
     An offer with a lower bound is priced at the bound until it is part of one of these covers. Only then is its work
@@ -155,7 +161,7 @@ def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[C
     covers = list(_covers(frozenset(wanted), offers))
 
     def price(offer: Offer) -> float:
-        return offer.price if id(offer) in counted else offer.least_microseconds
+        return by(offer) if id(offer) in counted else offer.least_microseconds
 
     while True:
         best = sorted(covers, key=lambda cover: sum(map(price, cover)))[:most]
@@ -163,6 +169,11 @@ def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[C
         if not unknown:
             return best
         counted |= unknown
+
+
+def fastest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> Cover | None:
+    """Returns the cover with the least predicted time, however uncertain the predictions are, or None."""
+    return next(iter(ranked(wanted, offers, 1, attrgetter("microseconds"))), None)
 
 
 def _covers(wanted: frozenset[Pass], offers: Sequence[Offer]) -> Iterator[Cover]:

@@ -132,9 +132,9 @@ def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answe
             continue
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
-    found += folding.answers(wanted, device, taken, _in_turn)
+    found += folding.answers(wanted, device, taken, plan_of)
     if limit is None:
-        found += aligning.answers(wanted, device, taken, _in_turn)
+        found += aligning.answers(wanted, device, taken, plan_of)
     return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
 
 

@@ -5,6 +5,7 @@ All planners share this plain data. This module knows sizes and strides, never t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import gcd, prod
@@ -208,6 +209,12 @@ class Plan:
     kept: Plan | None = None  # faster plan for calls that reuse a packed weight and skip the first launch
     aten: bool = False  # there are no launches: PyTorch's operator computes the passes
 
+    @property
+    def every_launch(self) -> list[Launch]:
+        """The launches that do anything, and those of calls that reuse a packed weight."""
+        kept = self.kept.launches if self.kept else ()
+        return [launch for launch in (*self.launches, *kept) if min(launch.grid) > 0]
+
 
 def bias_grad_problem(
     batch: int, channels: int, size: Triple, dtype: str, output: Strides, aligned: bool = True
@@ -239,6 +246,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> Strides:
 def channels_last_strides(shape: tuple[int, ...]) -> Strides:
     c, d, h, w = (max(extent, 1) for extent in shape[1:])
     return (c * d * h * w, 1, h * w * c, w * c, c)
+
+
+def is_channels_last(strides: Sequence[int]) -> bool:
+    """Tells whether channels, and not positions along w, are neighbours in memory."""
+    return strides[1] == 1 and strides[4] != 1
 
 
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 from .arguments import CONST_POINTER, INT32, INT64, POINTER, STRIDES, WALK, Arguments, Struct
 from .geometry import Triple
@@ -71,7 +72,7 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
 
     Several warps share the parts of an element only if a result then needs at most `most_blocks` blocks.
     """
-    places, sizes, blocks = dict[str, str](), dict[str, dict[str, int]](), 0
+    places, sizes, blocks = dict[str, str](), dict[str, Any](), 0
     sums = (*sums, *(NOTHING,) * (MOST - len(sums)))
     for name, each in zip(("first", "second", "third"), sums, strict=True):
         blocks_by_slices = {s: -(-each.count // (4 * THREADS // s)) for s in (1, 2, 4, 8)}
@@ -83,16 +84,7 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
         counts = {"count": each.count, "pitch": each.pitch, "parts": each.number, "slices": slices}
         sizes[name] = {**counts, "first_block": blocks, "blocks": own}
         blocks += own
-    return Launch(
-        kernel="reduce_gradients",
-        constants=(("kThreads", THREADS), ("kMinBlocks", 1), ("Scalar", SCALARS[dtype])),
-        grid=(blocks, 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=REDUCE_GRADIENTS.pointers(**places),
-        scalars=REDUCE_GRADIENTS.pack(**sizes),
-        overlaps=True,
-    )
+    return REDUCE_GRADIENTS.launch(blocks, THREADS, (("Scalar", SCALARS[dtype]),), places, overlaps=True, **sizes)
 
 
 REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned
@@ -164,22 +156,47 @@ def reduce_parts(
     threads, acc_bytes = 256, accumulator(dtype)[1]
     lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
     outer, middle, inner = strides
-    return Launch(
-        kernel="reduce",
-        constants=(
-            ("kThreads", threads),
-            ("kMinBlocks", 1),
-            ("Scalar", SCALARS[dtype]),
-            ("Acc", accumulator(dtype)[0]),
-            ("kLanes", lanes),
-            ("kOverlaps", overlaps),
-        ),
-        grid=(-(-count * lanes // threads), 1, 1),
-        threads=threads,
+    return REDUCE.launch(
+        -(-count * lanes // threads),
+        threads,
+        (("Scalar", SCALARS[dtype]), ("Acc", accumulator(dtype)[0]), ("kLanes", lanes), ("kOverlaps", overlaps)),
+        {"parts": parts, "result": result},
         shared_bytes=threads * acc_bytes if lanes > 1 else 0,
-        pointers=REDUCE.pointers(parts=parts, result=result),
-        scalars=REDUCE.pack(
-            strides=(outer, 0, middle, 0, inner), count=count, splits=splits, walk=((sizes[1], 1, sizes[2]), 1)
-        ),
         overlaps=overlaps,
+        strides=(outer, 0, middle, 0, inner),
+        count=count,
+        splits=splits,
+        walk=((sizes[1], 1, sizes[2]), 1),
     )
+
+
+BIAS_PARTS = "bias_parts"  # the region of the workspace with the parts of a bias gradient
+
+
+class WeightSums(NamedTuple):
+    """The launches that add up a weight gradient, and the workspace of the parts, which begins with the weight's."""
+
+    launches: tuple[Launch, ...]
+    bytes: int
+    regions: tuple[tuple[str, int], ...]
+
+
+def weight_sums(p: Problem, splits: int) -> WeightSums:
+    """Returns what adds the parts of the gradient of the weight, and those of the bias if the problem asks for it.
+
+    A part has the weight's elements in the order of its dimensions, or one element for each output channel.
+    """
+    g, item_bytes = p.geometry, accumulator(p.dtype)[1]
+    count, (ci, co, _, _, tap) = g.in_channels * g.out_per_group * g.taps, p.weight
+    weight = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    start = splits * count * item_bytes
+    if not p.bias:
+        return WeightSums((weight,), start, ())
+    end = start + splits * g.out_channels * item_bytes
+    return WeightSums((weight, bias_sum(p, splits, BIAS_PARTS)), end, ((BIAS_PARTS, start),))
+
+
+def bias_sum(p: Problem, splits: int, parts: str = "workspace") -> Launch:
+    """Returns the launch that adds the parts of the gradient of the bias."""
+    channels = p.geometry.out_channels
+    return reduce_parts(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1), parts)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
+from typing import Any
 
 from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, STRIDES, Arguments, Struct
 from .geometry import Triple
@@ -137,27 +138,20 @@ def turning(
 
 def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
     """Returns the launch that turns up to MOST tensors of one element size."""
-    places, sizes, first = dict[str, str](), dict[str, dict[str, int]](), 0
+    places, sizes, first = dict[str, str](), dict[str, Any](), 0
     assert 0 < len(turnings) <= MOST and len({each.item_bytes for each in turnings}) == 1
     for name, each in zip_longest(("first", "second", "third"), turnings):
         places |= {f"{name}_from": each.from_ if each else "null", f"{name}_to": each.to if each else "null"}
         sizes[name] = each.arguments(first) if each else dict.fromkeys(_MATRICES.fields, 0)
         first += each.blocks if each else 0
-    return Launch(
-        kernel="turn",
-        constants=(
-            ("kThreads", THREADS),
-            ("kMinBlocks", 4),
-            ("kItemBytes", turnings[0].item_bytes),
-            ("kTileWords", TILE_WORDS),
-            ("kMostRows", 2 * TILE_WORDS >> LEAST),
-        ),
-        grid=(first, 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=TURN.pointers(**places),
-        scalars=TURN.pack(**sizes),
+    return TURN.launch(
+        first,
+        THREADS,
+        (("kItemBytes", turnings[0].item_bytes), ("kTileWords", TILE_WORDS), ("kMostRows", 2 * TILE_WORDS >> LEAST)),
+        places,
+        min_blocks=4,
         overlaps=overlaps,
+        **sizes,
     )
 
 
@@ -190,11 +184,10 @@ def channel_rows(
     pairs, vectors = (dense and not any(v % positions for v in (d * h * w, n, c)) for positions in (2, 8))
     vectors = vectors and hopper
     shared_bytes = 16 * ROW_POSITIONS * ROW_PIECES if vectors else 4 * ROW_POSITIONS * (items + 1)
-    return Launch(
-        kernel="rows",
-        constants=(
-            ("kThreads", ROW_THREADS),
-            ("kMinBlocks", 1),
+    return ROWS.launch(
+        batch * blocks * -(-channels // items),
+        ROW_THREADS,
+        (
             ("Scalar", SCALARS[dtype]),
             ("kAllChannels", channels),
             ("kPositions", ROW_POSITIONS),
@@ -204,10 +197,11 @@ def channel_rows(
             ("kOverlaps", hopper),
             ("kSharedBytes", shared_bytes),
         ),
-        grid=(batch * blocks * -(-channels // items), 1, 1),
-        threads=ROW_THREADS,
         shared_bytes=shared_bytes,
-        pointers=ROWS.pointers(x="x", rows="rows"),
-        scalars=ROWS.pack(stride=read, volume=d * h * w, blocks=blocks, by_w=w, by_h=h),
         overlaps=hopper,
+        stride=read,
+        volume=d * h * w,
+        blocks=blocks,
+        by_w=w,
+        by_h=h,
     )

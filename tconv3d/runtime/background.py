@@ -321,10 +321,7 @@ def _kernels(problems: Problems, device: Device) -> Iterator[Kernel]:
         plan = planner.plan(problems[0], device) if alone else planner.plan_gradients(problems, device)
     except (NotImplementedError, ValueError):  # no kernel takes the problem
         return
-    for each in (plan, plan.kept):
-        for launch in each.launches if each else ():
-            if min(launch.grid) > 0:
-                yield launch.kernel, launch.constants
+    yield from ((launch.kernel, launch.constants) for launch in plan.every_launch)
 
 
 def _describe(problems: Problems) -> str:

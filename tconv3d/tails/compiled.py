@@ -30,9 +30,6 @@ from .kinds import Kind, Kinds
 from .programs import MOST_PROGRAMS, Program, read
 from .recording import Differentiable
 
-Numbers = Sequence[int]
-
-
 log = logging.getLogger("tconv3d.compile")
 
 
@@ -60,22 +57,25 @@ def under_autocast(program: Program, where: str) -> contextlib.AbstractContextMa
 # ---- what the operators compute
 
 
-@dataclass
 class _Call:
-    """Holds the operands of one call of an operator."""
+    """Holds the operands of one call of an operator, in the order of its schema: those of a chain come first."""
 
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    tensors: list[Tensor]
-    numbers: Numbers
-    text: str
-    convolution: Convolution
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        text: str,
+        *rest: Any,
+    ) -> None:
+        self.input, self.weight, self.bias, self.numbers, self.text = input, weight, bias, numbers, text
+        *recorded, self.convolution = rest
+        self.needed: Sequence[bool] = recorded[0] if recorded else ()  # which of the tensors need gradients
         self.program = read(self.text)
         places = [place for place, kind in enumerate(self.program.kinds) if kind == "tensor"]
-        self.tensors = list(self.tensors)
+        self.tensors = list(tensors)
         self.written = [places.index(place) for place in self.program.written]
         for index in self.written:
             self.tensors[index] = self.tensors[index].clone()
@@ -112,53 +112,37 @@ class _Call:
         """Computes the convolution alone."""
         return torch.ops.tconv3d.conv_transpose3d.default(self.input, self.weight, self.bias, *self.convolution)
 
-    def recorded(self, needed: Sequence[bool]) -> Differentiable | None:
+    def recorded(self) -> Differentiable | None:
         """Returns the passes of a call that records gradients, or None if PyTorch must run the tail."""
         if self.kind is None:
             return None
         with as_if_called_first():
-            passes = self.kind.recorded_for(tuple(needed))
+            passes = self.kind.recorded_for(tuple(self.needed))
         if passes.possible and not passes.part.rest:
             return passes
         _warn_once("a chain of a compiled graph runs unfused: PyTorch computes a part of its gradients")
         return None
 
 
-def _run(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: list[Tensor],
-    numbers: Numbers,
-    text: str,
-    convolution: Convolution,
-) -> list[Tensor]:
-    call = _Call(input, weight, bias, tensors, numbers, text, convolution)
+def _run(*operands: Any) -> list[Tensor]:
+    call = _Call(*operands)
     kind, result = call.kind, None
     if kind is not None:
+        weights = call.weight, call.bias
         with contextlib.suppress(Refused):  # the planner leaves this layer to PyTorch's operator
-            result = kind.prepared.run(input, weight, bias, convolution, call.extra, (weight, bias))
+            result = kind.prepared.run(call.input, *weights, call.convolution, call.extra, weights)
     if result is None:
         return [_own(call.unfused(), None, call), *call.news]
     return [_own(result, kind, call), *call.news]
 
 
-def _run_recorded(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: list[Tensor],
-    numbers: Numbers,
-    text: str,
-    needed: Sequence[bool],
-    slots: int,
-    convolution: Convolution,
-) -> list[Tensor]:
-    call = _Call(input, weight, bias, tensors, numbers, text, convolution)
-    passes = call.recorded(needed)
+def _run_recorded(*operands: Any) -> list[Tensor]:
+    call, slots = _Call(*operands), operands[-2]
+    passes = call.recorded()
     if passes is not None:
         with contextlib.suppress(Refused):
-            boundary, (z, *reduced) = passes.run(input, weight, bias, convolution, call.tensors)
+            given = call.input, call.weight, call.bias, call.convolution
+            boundary, (z, *reduced) = passes.run(*given, call.tensors)
             result = passes.finish(boundary, call.tensors)
             return [_own(result, call.kind, call, z), *call.news, z, _packed(reduced, z, slots)]
     z = call.plain()
@@ -203,21 +187,9 @@ def _unpacked(rows: Tensor, passes: Differentiable) -> list[Tensor] | None:
     return [row[: like.numel()].reshape(like.shape).to(like.dtype) for row, like in zip(rows, likes, strict=True)]
 
 
-def _run_grad(
-    grad: Tensor,
-    z: Tensor,
-    rows: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: list[Tensor],
-    numbers: Numbers,
-    text: str,
-    needed: Sequence[bool],
-    convolution: Convolution,
-) -> list[Tensor]:
-    call = _Call(input, weight, bias, tensors, numbers, text, convolution)
-    passes = call.recorded(needed)
+def _run_grad(grad: Tensor, z: Tensor, rows: Tensor, *operands: Any) -> list[Tensor]:
+    call = _Call(*operands)
+    passes, needed = call.recorded(), call.needed
     saved = None if passes is None else _unpacked(rows, passes)
     likes = [z, *(each for each, need in zip(call.tensors, needed, strict=True) if need)]
     if passes is not None and saved is not None:
@@ -226,11 +198,11 @@ def _run_grad(
         leaves = [each.detach().requires_grad_() for each in likes]
         left = iter(leaves[1:])
         call.tensors = [next(left) if need else each for each, need in zip(call.tensors, needed, strict=True)]
-        call.extra = call.program.arguments(call.tensors, list(numbers))
+        call.extra = call.program.arguments(call.tensors, list(call.numbers))
         with as_if_called_first(), torch.enable_grad():
             result = call.unfused(leaves[0].view_as(leaves[0]))
             found = torch.autograd.grad(result, leaves, grad, allow_unused=True)
-    taken = [grad, z, rows, input, weight, *call.tensors]
+    taken = [grad, z, rows, call.input, call.weight, *call.tensors]
     results: list[Tensor] = []
     for each, like in zip(found, likes, strict=True):
         results.append(_gradient(each, like, [*taken, *results]))
@@ -249,51 +221,25 @@ def _gradient(found: Tensor | None, like: Tensor, taken: Sequence[Tensor]) -> Te
 # ---- shapes
 
 
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: list[Tensor],
-    numbers: Numbers,
-    text: str,
-    convolution: Convolution,
-) -> list[Tensor]:
-    call = _Call(input, weight, bias, tensors, numbers, text, convolution)
-    z = ops.fake_forward(input, weight, bias, convolution)
+def _fake(*operands: Any) -> list[Tensor]:
+    call = _Call(*operands)
     with torch.no_grad():
-        return [torch.empty_like(call.unfused(z)), *(torch.empty_like(each) for each in call.news)]
+        return [torch.empty_like(call.unfused(_fake_result(call))), *(torch.empty_like(each) for each in call.news)]
 
 
-def _fake_recorded(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: list[Tensor],
-    numbers: Numbers,
-    text: str,
-    needed: Sequence[bool],
-    slots: int,
-    convolution: Convolution,
-) -> list[Tensor]:
-    results = _fake(input, weight, bias, tensors, numbers, text, convolution)
-    z = ops.fake_forward(input, weight, bias, convolution)
-    return [*results, z, z.new_empty((slots, z.shape[0] * z.shape[1]), dtype=statistics_dtype(z.dtype))]
+def _fake_result(call: _Call) -> Tensor:
+    return ops.fake_forward(call.input, call.weight, call.bias, call.convolution)
 
 
-def _fake_grad(
-    grad: Tensor,
-    z: Tensor,
-    rows: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: list[Tensor],
-    numbers: Numbers,
-    text: str,
-    needed: Sequence[bool],
-    convolution: Convolution,
-) -> list[Tensor]:
-    likes = [z, *(each for each, need in zip(tensors, needed, strict=True) if need)]
+def _fake_recorded(*operands: Any) -> list[Tensor]:
+    z, slots = _fake_result(_Call(*operands)), operands[-2]
+    sums = z.new_empty((slots, z.shape[0] * z.shape[1]), dtype=statistics_dtype(z.dtype))
+    return [*_fake(*operands), z, sums]
+
+
+def _fake_grad(grad: Tensor, z: Tensor, rows: Tensor, *operands: Any) -> list[Tensor]:
+    call = _Call(*operands)
+    likes = [z, *(each for each, need in zip(call.tensors, call.needed, strict=True) if need)]
     return [torch.empty_like(each) for each in likes]
 
 

@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,17 +30,18 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
 from ..api.ahead import compile_all
+from ..api.tune import random_call
 from ..families.pytorch import planner as pytorch_planner
 from ..planning import planner
 from ..planning.calibration import TERMS, kind_of, terms
 from ..planning.offers import Offer, Wanted
-from ..planning.problem import Device, Pass, Plan, Problem, last_offset
+from ..planning.problem import Device, Pass, Plan, Problem
 from ..runtime import compiler
 from ..torch_ops import executor
-from ..torch_ops.clock import Clock
+from ..torch_ops.choosing import Call
+from ..torch_ops.clock import Clock, Timer
 from ..torch_ops.problems import DTYPES as DTYPE_NAMES
 from . import halo_model
 from .arguments import integer
@@ -122,62 +123,6 @@ def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], c
         return [each for future in track(waiting, "compiling", console=console) for each in future.result()]
 
 
-class Tensors:
-    """The operands of a call, of random values, under the names that launches use."""
-
-    def __init__(self, wanted: Mapping[Pass, Problem]) -> None:
-        p = next(iter(wanted.values()))
-        inputs = wanted.get(Pass.FORWARD) or wanted.get(Pass.WEIGHT_GRAD) or wanted[Pass.INPUT_GRAD]
-        g = inputs.geometry
-        dtype = {name: each for each, name in DTYPE_NAMES.items()}[p.dtype]
-        x = (inputs.batch, g.in_channels, *inputs.input_size)
-        y = (inputs.batch, g.out_channels, *inputs.output_size)
-        w = (g.in_channels, g.out_per_group, *g.kernel)
-        weight = (wanted.get(Pass.FORWARD) or wanted.get(Pass.INPUT_GRAD) or inputs).weight
-        self.by_name: dict[str, Tensor] = {
-            "x": _random(x, inputs.input, dtype),
-            "weight": _random(w, weight, dtype),
-            "bias": _random((g.out_channels,), (1,), dtype),
-            "dy": _random(y, inputs.output, dtype),
-            "y": _random(y, inputs.output, dtype),
-            "dx": _random(x, wanted[Pass.INPUT_GRAD].input, dtype) if Pass.INPUT_GRAD in wanted else torch.empty(0),
-            "dw": _random(w, wanted[Pass.WEIGHT_GRAD].weight, dtype)
-            if Pass.WEIGHT_GRAD in wanted
-            else torch.empty(0),
-            "db": _random((g.out_channels,), (1,), dtype),
-        }
-        self.like = torch.empty(0, dtype=dtype, device="cuda")
-
-    def run(self, candidate: Candidate) -> Callable[[], None]:
-        """Launches the candidate's plan."""
-        names = executor.OPERANDS[Pass.FORWARD] if Pass.FORWARD in candidate.passes else executor.BACKWARD
-        task = executor.make_task(candidate.plan, names, (), self.like)
-        addresses = tuple(self.by_name[n].data_ptr() if n in self.by_name else 0 for n in names if n != "workspace")
-        return lambda: task.launch(self.like, addresses)
-
-    def theirs(self, wanted: Mapping[Pass, Problem], passes: tuple[Pass, ...]) -> Callable[[], object]:
-        """Calls PyTorch's operator for some of the passes."""
-        g = next(p for which, p in wanted.items() if which is not Pass.BIAS_GRAD).geometry
-        t = self.by_name
-        settings = [
-            [getattr(axis, name) for axis in g.axes] for name in ("stride", "padding", "dilation", "output_padding")
-        ]
-        stride, padding, dilation, output_padding = settings
-        if Pass.FORWARD in passes:
-            bias = t["bias"] if wanted[Pass.FORWARD].bias else None
-            return lambda: torch.ops.aten.convolution(
-                t["x"], t["weight"], bias, stride, padding, dilation, True, output_padding, g.groups
-            )
-        mask = [which in passes for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)]
-        sizes, rest = [g.out_channels], (stride, padding, dilation, True, output_padding, g.groups, mask)
-        return lambda: torch.ops.aten.convolution_backward(t["dy"], t["x"], t["weight"], sizes, *rest)
-
-
-def _random(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    values = torch.randn(last_offset(shape, strides) + 1, dtype=dtype, device="cuda")
-    return values.as_strided(shape, strides)
-
-
 def measure(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Timed]:
     """Times every candidate, and PyTorch's operator for each set of passes that a candidate computes."""
     found = prepare_all(layers, kinds, console)
@@ -193,16 +138,30 @@ def measure(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], conso
     return rows
 
 
-def _measure_call(same: Sequence[Candidate], clock: Clock) -> Iterator[Timed]:
+def _measure_call(same: Sequence[Candidate], clock: Timer, device: str = "cuda") -> Iterator[Timed]:
     name, wanted = same[0].layer, same[0].wanted
-    tensors = Tensors(wanted)
     with precision(same[0].dtype):
+        call = _random_call(wanted, device)
         for each in same:
-            ms = clock(tensors.run(each))
+            ms = clock(call.prepare(each.plan))
             yield _timed(name, each.kernel, each.problem, each.passes, each.terms, ms)
+        del call  # frees its tensors
         for passes in dict.fromkeys((tuple(wanted), *((w,) for w in wanted if w is not Pass.BIAS_GRAD))):
             asked = {which: wanted[which] for which in passes}
-            yield timed_pytorch(name, asked, clock(tensors.theirs(wanted, passes)))
+            yield timed_pytorch(name, asked, clock(_random_call(asked, device).theirs))
+
+
+def _random_call(wanted: Wanted, device: str) -> Call:
+    """Returns a call of the wanted passes on random tensors."""
+    problem = next(each for each in wanted.values() if each.which is not Pass.BIAS_GRAD)
+    dtype = next(each for each, name in DTYPE_NAMES.items() if name == problem.dtype)
+    axes = problem.geometry.axes
+    stride, padding, output_padding, dilation = (
+        (getattr(axes[0], name), getattr(axes[1], name), getattr(axes[2], name))
+        for name in ("stride", "padding", "output_padding", "dilation")
+    )
+    settings = stride, padding, output_padding, problem.geometry.groups, dilation
+    return random_call(tuple(wanted.values()), settings, torch.empty(0, dtype=dtype, device=device))
 
 
 def _timed(

@@ -1,9 +1,10 @@
 """Chooses among the offers for a call: by prediction, or by timing the best few on the caller's tensors.
 
 Offers are timed at the first call of a layer if `torch.backends.cudnn.benchmark` is on, which is PyTorch's own switch
-for this, or if nobody has calibrated the GPU. The winner is stored on disk (`planning/winners.py`), so that later
-calls, in this and in other processes, take the same one and give the same bits; `tune` stores winners too. Nothing is
-timed while a CUDA graph is captured or if memory is short: then the prediction decides.
+for this, if nobody has calibrated the GPU, or if the least predicted time is one that nobody has confirmed by
+measuring: that of a kernel with derived rates, or PyTorch's. The winner is stored on disk (`planning/winners.py`), so
+that later calls, in this and in other processes, take the same one and give the same bits; `tune` stores winners too.
+Nothing is timed while a CUDA graph is captured or if memory is short: then the prediction decides.
 
 PyTorch's operator is one of the offers, unless the caller asked for this library's kernels (`use_backend("cuda")`) or
 for deterministic algorithms.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ..families.pytorch.planner import KERNEL as PYTORCH
 from ..planning import calibration, planner, winners
-from ..planning.offers import Answer, Cover, Offer, Wanted
+from ..planning.offers import Answer, Cover, Offer, Wanted, fastest
 from ..planning.problem import Device, Plan
 from ..planning.winners import Timing, Winner
 from .backend import Backend, current_backend
@@ -60,7 +61,8 @@ def circumstances(cuda: bool, backend: Backend | None = None) -> Settings:
 def measure_offers(when: When) -> None:
     """Sets when offers are timed at a layer's first call, in all threads.
 
-    - ``"auto"``: if `torch.backends.cudnn.benchmark` is on, or if the GPU has not been calibrated. The default.
+    - ``"auto"``: if `torch.backends.cudnn.benchmark` is on, or if the prediction for the layer is uncertain: on a GPU
+      that has not been calibrated, and where a kernel that has not been measured could be the fastest. The default.
     - ``"always"``: at every layer's first call on a GPU.
     - ``"never"``: predictions decide, and stored winners are not used.
 
@@ -103,11 +105,13 @@ def measured_by(clock: Timer) -> Iterator[None]:
         _clock = before
 
 
-def measures(device: Device, benchmark: bool, cuda: bool) -> bool:
-    """Returns whether offers are timed at the first call of a layer on a device."""
+def measures(wanted: Wanted, offers: Sequence[Offer], device: Device, benchmark: bool, cuda: bool) -> bool:
+    """Returns whether the offers for a call are timed at the first call of its layer."""
     if not _winners_count(cuda):
         return False
-    return when_measured() == "always" or benchmark or not calibration.calibrated(device)
+    if when_measured() == "always" or benchmark or not calibration.calibrated(device):
+        return True
+    return any(offer.surcharge > 1 for offer in fastest(tuple(wanted), offers) or ())
 
 
 @dataclass(frozen=True)
@@ -137,19 +141,18 @@ def plan(call: Call, settings: Settings) -> tuple[Plan, bool]:
     wanted, device, problems = call.wanted, call.device, tuple(call.wanted.values())
     for problem in problems:
         planner.check_limits(problem.geometry)
-    cuda = call.like.is_cuda
-    may_measure = measures(device, settings[0], cuda) and not _capturing(call.like)
+    cuda, final = call.like.is_cuda, True
     if _winners_count(cuda):
         with planner.meeting(wanted, device):
             offers = _offers(planner.answers(wanted, device, settings[1]))
             entry = _entry(wanted, device, offers, settings, cuda)
             winner = winners.find(entry)
-            if winner is None and may_measure:
-                winner = _measured_first(call, offers, entry)
+            if winner is None and measures(wanted, offers, device, settings[0], cuda):
+                final = not _capturing(call.like)  # a call outside of the capture measures
+                winner = _measured_first(call, offers, entry) if final else None
             cover = None if winner is None else winners.cover_of(winner, offers)
             if cover is not None:
                 return planner.plan_of(cover, wanted, device), True
-    final = may_measure or not measures(device, settings[0], cuda)
     if len(problems) == 1:
         return planner.plan(problems[0], device, settings[1]), final
     return planner.plan_gradients(problems, device, settings[1]), final
@@ -171,11 +174,13 @@ def choice(wanted: Wanted, device: Device, settings: Settings, cuda: bool) -> Ch
 
 def contending_plans(wanted: Wanted, device: Device) -> list[Plan]:
     """Returns the plans of our kernels that the first call on a GPU would time; none if it would time nothing."""
-    settings = circumstances(True)
-    if not wanted or not measures(device, settings[0], True):
+    if not wanted or not _winners_count(cuda=True):
         return []
     with planner.meeting(wanted, device):
-        covers = _contenders(wanted, device, _offers(planner.answers(wanted, device)), BEST)
+        offers = _offers(planner.answers(wanted, device))
+        if not measures(wanted, offers, device, circumstances(True)[0], cuda=True):
+            return []
+        covers = _contenders(wanted, device, offers, BEST)
         return [planner.plan_of(cover, wanted, device) for cover in covers] if len(covers) > 1 else []
 
 
@@ -210,8 +215,15 @@ def _entry(wanted: Wanted, device: Device, offers: Sequence[Offer], settings: Se
 
 
 def _contenders(wanted: Wanted, device: Device, offers: Sequence[Offer], most: int) -> list[Cover]:
-    """Returns the best covers of this library's kernels by prediction, with PyTorch's operator after the first."""
-    first, *others = planner.best([each for each in offers if each.kernel != PYTORCH], wanted, device, most)
+    """Returns the best covers of this library's kernels by prediction, with PyTorch's operator after the first.
+
+    The cover with the least predicted time is among them, however uncertain its prediction is.
+    """
+    ours = [each for each in offers if each.kernel != PYTORCH]
+    first, *others = planner.best(ours, wanted, device, most)
+    promising = fastest(tuple(wanted), ours)
+    if promising is not None and promising not in (first, *others):
+        others = [promising, *others][: most - 1]
     return [first, *((each,) for each in offers if each.kernel == PYTORCH), *others]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import Activation, NormProblem, Wanted
+from ..planning.problem import is_channels_last
 from . import executor
 from .problems import DTYPES
 
@@ -79,7 +80,7 @@ def _problem(
     x: Tensor, statistics: Tensor, result: torch.dtype, parameter: torch.dtype | None, aligned: bool
 ) -> NormProblem:
     batch, channels, *size = x.shape
-    last = x.stride(1) == 1 and x.stride(4) != 1
+    last = is_channels_last(x.stride())
     activation = Activation(batch, channels, size[0] * size[1] * size[2], DTYPES[x.dtype], last, aligned)
     kind = DTYPES[x.dtype if parameter is None else parameter]
     return NormProblem(activation, DTYPES[result], kind, statistics.shape[2])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..families.norm.planner import Activation
 from ..families.norm.tail import TailProblem, plan_pass, plan_sums
-from ..planning.problem import Plan
+from ..planning.problem import Plan, is_channels_last
 from .problems import DTYPES
 from .pytorch_ops import statistics_dtype
 from .runner import RUNNER, Runner
@@ -85,7 +85,7 @@ def _problem(
     x: Tensor, expressions: tuple[str, ...], vectors: Tensor | None, wholes: Sequence[Tensor], y: Tensor
 ) -> TailProblem:
     batch, channels, *size = x.shape
-    last = x.stride(1) == 1 and x.stride(4) != 1
+    last = is_channels_last(x.stride())
     volume = size[0] * size[1] * size[2]
     activation = Activation(batch, channels, volume, DTYPES[x.dtype], last, _aligned(x, wholes, y))
     return TailProblem(activation, expressions, 0 if vectors is None else vectors.shape[0], len(wholes))

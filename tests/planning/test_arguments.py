@@ -27,6 +27,7 @@ from tconv3d.planning.arguments import (
     declared,
     per_axis,
 )
+from tconv3d.planning.launch import Launch
 from tconv3d.runtime import compiler, sources
 from tconv3d.tools.export.headers import Headers
 from tconv3d.tools.export.program import Unit
@@ -107,6 +108,17 @@ def test_wrong_arguments_are_refused(
     values = {name: value for name, value in {**VALUES, **change}.items() if value is not None}
     with pytest.raises(error, match=message):
         probe.pack(**values)
+
+
+def test_a_launch_has_what_the_declaration_says(probe: Arguments) -> None:
+    constants = (("kVector", 4),)
+    launch = probe.launch(5, 64, constants, {"y": "result"}, shared_bytes=16, min_blocks=2, overlaps=True, **VALUES)
+    compiled = (("kThreads", 64), ("kMinBlocks", 2), *constants)
+    assert launch == Launch("probe", compiled, (5, 1, 1), 64, 16, ("x", "result"), probe.pack(**VALUES), True)
+    with pytest.raises(TypeError, match="probe: pointers expected: x, y; got: x, y, z"):
+        probe.launch(5, 64, constants, {"z": "result"}, **VALUES)
+    with pytest.raises(TypeError, match="missing: last; unknown: nothing"):
+        probe.launch(5, 64, constants, **{name: value for name, value in VALUES.items() if name != "last"})
 
 
 @pytest.mark.parametrize("operands", [{"x": "a"}, {"x": "a", "y": "b", "z": "c"}, {"x": "a", "count": "b"}])

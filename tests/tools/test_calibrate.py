@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tconv3d import emulator
+from tconv3d.families.direct import planner as direct
 from tconv3d.planning.calibration import TERMS
+from tconv3d.planning.offers import Offer
 from tconv3d.tools import calibrate
-from tconv3d.tools.bench.layers import LAYERS
-from tconv3d.tools.calibrate import LEAST_TIMES, Timed, fit, fit_rates, predict
+from tconv3d.tools.bench.layers import LAYERS, layer
+from tconv3d.tools.bench.problems import problems_of_layer
+from tconv3d.tools.calibrate import LEAST_TIMES, Candidate, Timed, fit, fit_rates, predict
+from tconv3d.torch_ops import executor
 
 KIND = "forward, float32, contiguous"
 
@@ -101,6 +106,32 @@ def test_kinds_with_few_times_share_the_rates_of_all() -> None:
     assert set(found["kernel"]) == {"many", "any"} and set(found["rare"]) == {"any"}
     assert found["kernel"]["any"]["times"] == len(many) + len(few)
     assert found["rare"]["any"]["rates"] != found["kernel"]["any"]["rates"]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
+def test_offers_and_pytorch_run_on_random_tensors() -> None:
+    """Every offer of the direct family runs, and PyTorch's operator for all gradients together and for each."""
+    found, ran, device = [], [], executor.EMULATED
+    problems = problems_of_layer(layer(1, 2, 3, 3, 2, 2), "tf32", "channels_last_3d")
+    for wanted in ({p.which: p for p in problems[:1]}, {p.which: p for p in problems[1:]}):
+        offers = direct.offer(wanted, device)
+        same = [
+            Candidate("layer", "tf32", wanted, o.kernel, o.problem, o.passes, dict.fromkeys(TERMS, 1.0), o.plan())
+            for o in offers
+            if isinstance(o, Offer)
+        ]
+
+        def clock(run: Callable[[], object]) -> float:
+            run()
+            ran.append(run)
+            return 2.0
+
+        found += [(row.kernel, row.passes) for row in calibrate._measure_call(same, clock, "cpu")]
+    gradients = ("input_grad", "weight_grad", "bias_grad")
+    kernels = "direct", "direct_weight_grad", "channel_sum"
+    ours = [("direct", ("forward",)), *zip(kernels, ((each,) for each in gradients), strict=True)]
+    theirs = [("pytorch", passes) for passes in (("forward",), gradients, gradients[:1], gradients[1:2])]
+    assert sorted(found) == sorted(ours + theirs) and len(ran) == 8
 
 
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tconv3d.families.halo.candidates import Nominal, builds_of
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.measured import CHOICES, COSTS, HALVES, Choices, Costs
-from tconv3d.families.halo.model import best_tiling
+from tconv3d.families.halo.search import best_tiling
 from tconv3d.planning import calibration
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.api.explain import launches
 from tconv3d.planning import calibration, planner, winners
+from tconv3d.planning.calibration import Work
 from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.offers import Offer
 from tconv3d.planning.problem import Pass, Plan
 from tconv3d.runtime import cache
 from tconv3d.torch_ops import choosing, executor, pytorch_ops
@@ -217,16 +222,52 @@ def test_never_means_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
         choosing.when_measured()
 
 
+def asked_of(module: tconv3d.ConvTranspose3d, gpu: str) -> Callable[[bool, bool], bool]:
+    """Returns a function that says whether a layer's forward pass is timed, from `benchmark` and `cuda`."""
+    problem, *_ = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(module, SHAPE8))
+    wanted, device = {problem.which: problem}, GPUS[gpu].device
+    offers = choosing._offers(planner.answers(wanted, device, True))
+    return lambda benchmark, cuda: choosing.measures(wanted, offers, device, benchmark, cuda)
+
+
 def test_calibrated_gpus_are_timed_only_if_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    h200, a100 = GPUS["H200"].device, GPUS["A100"].device
-    assert calibration.calibrated(h200) and not calibration.calibrated(a100)
-    assert [choosing.measures(h200, benchmark, cuda=True) for benchmark in (False, True)] == [False, True]
-    assert choosing.measures(a100, False, cuda=True)
-    assert not choosing.measures(a100, True, cuda=False), "there is no GPU, and no clock"
+    assert calibration.calibrated(GPUS["H200"].device) and not calibration.calibrated(GPUS["A100"].device)
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    module = tconv3d.ConvTranspose3d(8, 4, 2, 2)
+    h200, a100 = asked_of(module, "H200"), asked_of(module, "A100")
+    assert [h200(benchmark, True) for benchmark in (False, True)] == [False, True]
+    assert a100(False, True)
+    assert not a100(True, False), "there is no GPU, and no clock"
     monkeypatch.setenv(choosing.MEASURE, "always")
-    assert choosing.measures(h200, False, cuda=True)
+    assert h200(False, True)
     monkeypatch.setenv(choosing.MEASURE, "never")
-    assert not choosing.measures(a100, True, cuda=True)
+    assert not a100(True, True)
+
+
+def test_offers_are_timed_where_the_best_prediction_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a calibrated GPU a kernel with derived rates is timed where it could be the fastest, and only there."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    module = tconv3d.ConvTranspose3d(8, 4, 2, 2)
+    problem, *_ = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(module, SHAPE8))
+    wanted, device = {problem.which: problem}, GPUS["H200"].device
+    offers = choosing._offers(planner.answers(wanted, device))
+    (best,) = planner.best(offers, wanted, device, 1)[0]
+    rivals = [each for each in offers if each is not best]
+
+    def rival(factor: float, surcharge: float) -> Offer:
+        work = partial(Work, launches=1, cycles=0.0)
+        offer = replace(best, kernel="rival", work=work, least=None, surcharge=surcharge)
+        vars(offer)["microseconds"] = factor * best.microseconds
+        return offer
+
+    for factor, surcharge, timed in ((0.9, 1.5, True), (0.9, inf, True), (1.1, 1.5, False), (0.9, 1.0, False)):
+        unsure = rival(factor, surcharge)
+        found = [*rivals, best, unsure]
+        assert choosing.measures(wanted, found, device, False, cuda=True) == timed, (factor, surcharge)
+        assert not timed or (unsure,) in choosing._contenders(wanted, device, found, 2)
+        assert (surcharge > 1) == (planner.best(found, wanted, device, 1)[0] == (best,))
+    monkeypatch.setenv(choosing.MEASURE, "never")
+    assert not choosing.measures(wanted, [*offers, rival(0.9, 1.5)], device, False, cuda=True)
 
 
 def test_under_capture_the_prediction_decides_and_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

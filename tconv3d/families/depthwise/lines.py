@@ -12,7 +12,7 @@ from math import prod
 
 from ...planning import offers
 from ...planning.calibration import Work
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
@@ -146,25 +146,23 @@ def plan(problem: Problem, device: Device) -> Plan:
     length = _length(out_w, lines, problem.batch * tiles_d * tiles_h, blocks)
     parts = -(-out_w // length)
     units = problem.batch * tiles_d * tiles_h * parts
-    launch = Launch(
-        kernel="depthwise_lines",
-        constants=_constants(lines),
-        grid=(min(units, blocks) * lines.chunks, 1, 1),
-        threads=THREADS,
+    launch = DEPTHWISE_LINES.launch(
+        min(units, blocks) * lines.chunks,
+        THREADS,
+        _constants(lines),
+        {"w": "weight"},
         shared_bytes=lines.shared_bytes,
-        pointers=DEPTHWISE_LINES.pointers(x="x", w="weight", bias="bias", y="y"),
-        scalars=DEPTHWISE_LINES.pack(
-            x_strides=side.x,
-            y_strides=side.y,
-            w_strides=problem.weight,
-            x_size=side.x_size,
-            y_size=side.y_size,
-            length=length,
-            units=units,
-            parts=parts,
-            tiles_h=tiles_h,
-            tiles_d=tiles_d,
-        ),
+        min_blocks=lines.resident,
+        x_strides=side.x,
+        y_strides=side.y,
+        w_strides=problem.weight,
+        x_size=side.x_size,
+        y_size=side.y_size,
+        length=length,
+        units=units,
+        parts=parts,
+        tiles_h=tiles_h,
+        tiles_d=tiles_d,
     )
     tile = f"each thread {lines.vector} channels of a line, walking {length} along w"
     return Plan("depthwise_lines", "multiply-adds, walking along w", (launch,), tile=tile)
@@ -175,8 +173,6 @@ def _constants(lines: Lines) -> Constants:
     d, h, _ = side.gathers
     w = problem.geometry.axes[2]
     return (
-        ("kThreads", THREADS),
-        ("kMinBlocks", lines.resident),
         ("Scalar", SCALARS[problem.dtype]),
         ("Epilogue", problem.activation),
         ("kStrideX", side.x[4] if side.x[4] == problem.geometry.groups else 0),

@@ -12,16 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
+from typing import Any
 
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Triple
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, is_channels_last
 from ...planning.scalars import SCALARS, even_pairs, power_of_two_up
 from ...planning.side import Side
-from ...planning.sums import reduce_parts
+from ...planning.sums import BIAS_PARTS, weight_sums
 from .arguments import DEPTHWISE, DEPTHWISE_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
@@ -130,8 +131,8 @@ def _walk(problem: Problem) -> Walk:
 
 def _channel_lanes(walk: Walk) -> int:
     """Returns how many neighbouring threads have neighbouring channels; 0 unless tensors are channels-last."""
-    y, groups = walk.side.y, walk.side.problem.geometry.groups
-    return min(32, power_of_two_up(groups)) if y[1] == 1 and y[4] != 1 else 0
+    groups = walk.side.problem.geometry.groups
+    return min(32, power_of_two_up(groups)) if is_channels_last(walk.side.y) else 0
 
 
 def _patch(channel_lanes: int) -> tuple[int, int]:
@@ -202,22 +203,17 @@ def plan(problem: Problem, device: Device) -> Plan:
         "by_parts": parts,
     }
     tile = f"each thread one position, walking {length} along depth"
-    constants: Constants = (
-        ("kThreads", THREADS),
-        ("kMinBlocks", resident),
-        ("Scalar", SCALARS[problem.dtype]),
-        *walk.constants(channel_lanes),
-    )
+    constants: Constants = (("Scalar", SCALARS[problem.dtype]), *walk.constants(channel_lanes))
     if problem.which is Pass.WEIGHT_GRAD:
         units, chunks = flat * parts, -(-g.groups // max(1, channel_lanes))
         grid = min(units, max(1, device.multiprocessors * resident // chunks) * chunks) if channel_lanes else units
-        scalars = DEPTHWISE_WEIGHT_GRAD.pack(march=march, x_strides=problem.input, units=units)
-        return _plan_weight_grad(problem, walk, constants, scalars, grid, tile)
+        return _plan_weight_grad(problem, walk, constants, grid, resident, tile, march=march, units=units)
     _, h, w = side.gathers
     pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours in memory
-    launch = Launch(
-        kernel="depthwise",
-        constants=(
+    launch = DEPTHWISE.launch(
+        flat * parts,
+        THREADS,
+        (
             *constants,
             ("Epilogue", problem.activation),
             ("kTapPhaseD", tuple(tap[3] for tap in walk.taps)),
@@ -229,51 +225,42 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kPairs", pairs),
             ("kAligned", pairs and even_pairs(side.y, side.y_size)),
         ),
-        grid=(flat * parts, 1, 1),
-        threads=THREADS,
+        side.operands,
         shared_bytes=4 * channel_lanes * (len(walk.taps) | 1),
-        pointers=DEPTHWISE.pointers(**side.operands),
-        scalars=DEPTHWISE.pack(march=march, y_strides=side.y, w_strides=problem.weight, y_size=side.y_size),
+        min_blocks=resident,
+        march=march,
+        y_strides=side.y,
+        w_strides=problem.weight,
+        y_size=side.y_size,
     )
     return Plan("depthwise", "multiply-adds, walking along depth", (launch,), tile=tile)
 
 
-def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: bytes, grid: int, tile: str) -> Plan:
+def _plan_weight_grad(
+    p: Problem, walk: Walk, constants: Constants, grid: int, resident: int, tile: str, **values: Any
+) -> Plan:
     g, channel_lanes = p.geometry, _channel_lanes(walk)
     splits = max(1, grid // -(-g.groups // max(1, channel_lanes)))
     taps = len(walk.taps)
     totals = (taps + 1) * (THREADS + 1) if channel_lanes else THREADS // 32 * (-(-taps // 32) * 32 + 1)
-    main = Launch(
-        kernel="depthwise_weight_grad",
-        constants=(
+    main = DEPTHWISE_WEIGHT_GRAD.launch(
+        grid,
+        THREADS,
+        (
             *constants,
             ("kTapIndex", tuple((t[0] * g.kernel[1] + t[1]) * g.kernel[2] + t[2] for t, *_ in walk.taps)),
             ("kBias", p.bias),
             ("kTapOwn", tuple(int(g.is_own(tap)) for tap, *_ in walk.taps)),
         ),
-        grid=(grid, 1, 1),
-        threads=THREADS,
+        {"parts": "workspace", "bias_parts": BIAS_PARTS if p.bias else "null"},
         shared_bytes=4 * totals,
-        pointers=DEPTHWISE_WEIGHT_GRAD.pointers(
-            x="x", dy="dy", parts="workspace", bias_parts="bias_parts" if p.bias else "null"
-        ),
-        scalars=scalars,
+        min_blocks=resident,
+        x_strides=p.input,
+        **values,
     )
-    count = g.groups * g.taps
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits if grid else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
-    launches: tuple[Launch, ...] = main, reduce
-    if p.bias:
-        bias = reduce_parts(p.dtype, g.groups, splits if grid else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
-        launches = main, reduce, bias
-    return Plan(
-        "depthwise_weight_grad",
-        "multiply-adds, walking along depth",
-        launches,
-        splits * (count + (g.groups if p.bias else 0)) * 4,
-        f"{tile}, {splits} parts",
-        (("bias_parts", splits * count * 4),) if p.bias else (),
-    )
+    sums, why = weight_sums(p, splits if grid else 0), "multiply-adds, walking along depth"
+    tile = f"{tile}, {splits} parts"
+    return Plan("depthwise_weight_grad", why, (main, *sums.launches), sums.bytes, tile, sums.regions)
 
 
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes

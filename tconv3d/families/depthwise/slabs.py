@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...planning.launch import Constants
-from ...planning.problem import Problem, Strides
+from ...planning.problem import Problem, Strides, is_channels_last
 
 WARP = 32  # threads
 BANKS = 32  # banks of shared memory: neighbouring words of 4 bytes are in neighbouring banks
@@ -211,14 +211,9 @@ def resident(threads: int, registers: int, shared_bytes: int, most_shared_bytes:
     return max(1, min(by_registers, by_memory, MOST_RESIDENT_THREADS // threads))
 
 
-def channels_last(strides: Strides) -> bool:
-    """Tells whether channels, and not positions along w, are neighbours in memory."""
-    return strides[1] == 1 and strides[4] != 1
-
-
 def grains(problem: Problem, strides: Strides, width: int, channels: int) -> list[int]:
     """Returns the possible elements per copy of a tensor, the largest first."""
-    item, last = problem.item_bytes, channels_last(strides)
+    item, last = problem.item_bytes, is_channels_last(strides)
     bounds = (channels, *(strides[i] for i in (0, 2, 3, 4))) if last else (width, *strides[:4])
     if not last and strides[4] != 1:
         return [1]

@@ -15,9 +15,9 @@ from math import inf, prod
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Gather, Triple
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
 from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
@@ -31,7 +31,6 @@ from .slabs import (
     WARPS,
     Slab,
     block_constants,
-    channels_last,
     grains,
     resident,
     sides,
@@ -199,7 +198,7 @@ def _candidates(side: Side, device: Device) -> list[Tiling]:
     problem = side.problem
     _, h, w = side.gathers
     span_h, span_w = _span(h), _span(w)
-    last, groups = channels_last(side.x), problem.geometry.groups
+    last, groups = is_channels_last(side.x), problem.geometry.groups
     found = []
     for tile_h, tile_w in TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
@@ -262,7 +261,7 @@ def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | Non
 
 def _tiling(problem: Problem, device: Device) -> Tiling | None:
     """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
-    types = problem.dtype, problem.activation, channels_last(problem.input), channels_last(problem.output)
+    types = problem.dtype, problem.activation, is_channels_last(problem.input), is_channels_last(problem.output)
 
     def cost(choice: Choice, _: float) -> float:
         tiling = _of_choice(problem, device, choice)
@@ -320,26 +319,19 @@ def plan(problem: Problem, device: Device) -> Plan:
     side, slab, length = tiling.side, tiling.slab, tiling.length(device)
     parts = -(-side.grid[0] // length)
     by_h, by_w, chunks = tiling.blocks
-    launch = Launch(
-        kernel="depthwise_tiles",
-        constants=_constants(tiling, device),
-        grid=(problem.batch * parts * by_h * by_w * chunks, 1, 1),
-        threads=tiling.threads,
+    launch = DEPTHWISE_TILES.launch(
+        problem.batch * parts * by_h * by_w * chunks,
+        tiling.threads,
+        _constants(tiling),
+        side.operands,
         shared_bytes=tiling.shared_bytes,
-        pointers=DEPTHWISE_TILES.pointers(**side.operands),
-        scalars=DEPTHWISE_TILES.pack(
-            x_strides=side.x,
-            y_strides=side.y,
-            w_strides=side.weight,
-            w_group_stride=problem.geometry.in_per_group * problem.weight[0],
-            x_size=side.x_size,
-            y_size=side.y_size,
-            grid=side.grid,
-            length=length,
-            by_w=by_w,
-            by_h=by_h,
-            by_parts=parts,
-        ),
+        min_blocks=tiling.resident(device),
+        **side.sizes,
+        grid=side.grid,
+        length=length,
+        by_w=by_w,
+        by_h=by_h,
+        by_parts=parts,
     )
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
     return Plan("depthwise_tiles", "multiply-adds, planes in shared memory", (launch,), tile=tile)
@@ -355,13 +347,11 @@ def _stored(tiling: Tiling) -> int:
     return next(n for n in (16 // item, 8 // item, 4 // item, 1) if n >= 1 and not any(b % n for b in bounds))
 
 
-def _constants(tiling: Tiling, device: Device) -> Constants:
+def _constants(tiling: Tiling) -> Constants:
     side, slab, problem = tiling.side, tiling.slab, tiling.side.problem
     d, h, w = side.gathers
     _, axis_h, axis_w = problem.geometry.axes
     return (
-        ("kThreads", tiling.threads),
-        ("kMinBlocks", tiling.resident(device)),
         ("Scalar", SCALARS[problem.dtype]),
         ("Epilogue", problem.activation),
         ("kOutChannels", problem.geometry.groups * side.outs),

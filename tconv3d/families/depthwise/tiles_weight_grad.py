@@ -15,12 +15,12 @@ from math import inf, prod
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Triple
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
 from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
-from ...planning.sums import reduce_parts
+from ...planning.sums import BIAS_PARTS, weight_sums
 from .arguments import DEPTHWISE_TILES_WEIGHT_GRAD
 from .slabs import (
     BARRIERS,
@@ -30,7 +30,6 @@ from .slabs import (
     WARPS,
     Slab,
     block_constants,
-    channels_last,
     grains,
     resident,
     sides,
@@ -177,7 +176,7 @@ class Tiling:
 def _candidates(problem: Problem, device: Device) -> list[Tiling]:
     _, h, w = problem.geometry.axes
     spans = tuple(axis.dilation * (axis.kernel - 1) + 1 for axis in (h, w))
-    last, groups, item = channels_last(problem.output), problem.geometry.groups, problem.item_bytes
+    last, groups, item = is_channels_last(problem.output), problem.geometry.groups, problem.item_bytes
     g = problem.geometry
     pairs = [(i, o) for i in range(g.in_per_group) for o in range(g.out_per_group)]
     grains_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)
@@ -265,7 +264,7 @@ def _tiling(problem: Problem, device: Device) -> Tiling | None:
         return inf if tiling is None else tiling.cycles(tiling.length(device), device)
 
     choice = _repertoire.choose(
-        (problem.geometry, problem.dtype, problem.bias, channels_last(problem.output), device),
+        (problem.geometry, problem.dtype, problem.bias, is_channels_last(problem.output), device),
         (problem.batch, problem.input_size),
         lambda: _own(problem, device),
         lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
@@ -286,7 +285,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the sums of the taps do not fit the registers"
     if problem.bias and not g.own_taps_cover:
         return "no set of taps reads every output once, as a bias's gradient needs it"
-    if channels_last(problem.input) != channels_last(problem.output):
+    if is_channels_last(problem.input) != is_channels_last(problem.output):
         return "only one of x and dy is channels-last"
     if (
         problem.batch * prod(problem.input_size) * g.in_channels * g.out_per_group >= 2**31
@@ -317,55 +316,36 @@ def work(problem: Problem, device: Device) -> Work:
 def plan(problem: Problem, device: Device) -> Plan:
     tiling = _tiling(problem, device)
     assert tiling is not None, problem
-    g, length, slab = problem.geometry, tiling.length(device), tiling.inputs
+    length, slab = tiling.length(device), tiling.inputs
     parts = -(-problem.input_size[0] // length)
     by_h, by_w, chunks = tiling.blocks
     splits = problem.batch * parts * by_h * by_w
-    main = Launch(
-        kernel=KERNEL,
-        constants=_constants(tiling, device),
-        grid=(splits * chunks, 1, 1),
-        threads=tiling.threads,
+    main = DEPTHWISE_TILES_WEIGHT_GRAD.launch(
+        splits * chunks,
+        tiling.threads,
+        _constants(tiling),
+        {"parts": "workspace", "bias_parts": BIAS_PARTS if problem.bias else "null"},
         shared_bytes=tiling.shared_bytes,
-        pointers=DEPTHWISE_TILES_WEIGHT_GRAD.pointers(
-            x="x", dy="dy", parts="workspace", bias_parts="bias_parts" if problem.bias else "null"
-        ),
-        scalars=DEPTHWISE_TILES_WEIGHT_GRAD.pack(
-            x_strides=problem.input,
-            dy_strides=problem.output,
-            x_size=problem.input_size,
-            dy_size=problem.output_size,
-            length=length,
-            by_w=by_w,
-            by_h=by_h,
-            by_parts=parts,
-        ),
+        min_blocks=tiling.resident(device),
+        x_strides=problem.input,
+        dy_strides=problem.output,
+        x_size=problem.input_size,
+        dy_size=problem.output_size,
+        length=length,
+        by_w=by_w,
+        by_h=by_h,
+        by_parts=parts,
     )
-    count, (ci, co, _, _, tap) = g.in_channels * g.out_per_group * g.taps, problem.weight
-    sizes, strides = (g.in_channels, g.out_per_group, g.taps), (ci, co, tap)
-    launches = [main, reduce_parts(problem.dtype, count, splits, "dw", sizes, strides)]
-    if problem.bias:
-        launches.append(
-            reduce_parts(problem.dtype, g.out_channels, splits, "db", (1, 1, g.out_channels), (0, 0, 1), "bias_parts")
-        )
+    sums, why = weight_sums(problem, splits), "multiply-adds, planes in shared memory"
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
-    return Plan(
-        KERNEL,
-        "multiply-adds, planes in shared memory",
-        tuple(launches),
-        splits * (count + (g.out_channels if problem.bias else 0)) * 4,
-        f"{tile}, {splits} parts",
-        (("bias_parts", splits * count * 4),) if problem.bias else (),
-    )
+    return Plan(KERNEL, why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts", sums.regions)
 
 
-def _constants(tiling: Tiling, device: Device) -> Constants:
+def _constants(tiling: Tiling) -> Constants:
     problem, inputs = tiling.problem, tiling.inputs
     d, h, w = axes = problem.geometry.axes
     first, last = tiling.shifts
     return (
-        ("kThreads", tiling.threads),
-        ("kMinBlocks", tiling.resident(device)),
         ("Scalar", SCALARS[problem.dtype]),
         ("kGroups", problem.geometry.groups),
         ("kIns", problem.geometry.in_per_group),

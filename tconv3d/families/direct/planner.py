@@ -14,12 +14,21 @@ from ...planning import offers
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Gather
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
+from ...planning.problem import (
+    Device,
+    Pass,
+    Plan,
+    Problem,
+    Strides,
+    channels_last_strides,
+    is_channels_last,
+    last_offset,
+)
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
-from ...planning.sums import reduce_parts
+from ...planning.sums import bias_sum, weight_sums
 from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
@@ -208,8 +217,6 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
     aligned = side.outs % store == 0 and all(s % store == 0 for s in (side.y[0], *side.y[2:]))
     d, h, w = side.gathers
     constants: Constants = (
-        ("kThreads", MAX_THREADS),
-        ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers per thread
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
         ("Epilogue", p.activation),
@@ -245,21 +252,24 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
     threads = MAX_THREADS  # small volumes get smaller blocks, so that all multiprocessors have work
     while threads > 64 and blocks(threads) < 2 * device.multiprocessors:
         threads //= 2
-    launch = Launch(
-        kernel="direct",
-        constants=constants,
-        grid=(blocks(threads), 1, 1),
-        threads=threads,
+    launch = DIRECT.launch(
+        blocks(threads),
+        MAX_THREADS,
+        constants,
+        side.operands,
+        min_blocks=512 // MAX_THREADS,  # at most 128 registers per thread
         shared_bytes=stage_rows * stage_channels * len(inner.taps) * tile.tiles * tile.channels * acc_bytes,
-        pointers=DIRECT.pointers(**side.operands),
-        scalars=DIRECT.pack(**side.sizes, positions=side.positions, grid=side.grid, **per_axis("by", side.grid)),
+        **side.sizes,
+        positions=side.positions,
+        grid=side.grid,
+        **per_axis("by", side.grid),
     )
-    return Plan("direct", "multiply-adds, any setting", (launch,), tile=str(tile))
+    return Plan("direct", "multiply-adds, any setting", (replace(launch, threads=threads),), tile=str(tile))
 
 
 def _lanes_are_positions(*tensors: Strides) -> bool:
     """Returns whether neighbouring lanes read neighbouring positions: true unless all tensors are channels-last."""
-    return not all(strides[1] == 1 and strides[4] != 1 for strides in tensors)
+    return not all(map(is_channels_last, tensors))
 
 
 def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Device) -> int:
@@ -296,8 +306,6 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         > INT32_MAX
     )
     constants: Constants = (
-        ("kThreads", 128),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
         ("kWide", wide),
@@ -312,27 +320,22 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
     )
     warps = splits * units
-    main = Launch(
-        kernel="direct_weight_grad",
-        constants=constants,
-        grid=(-(-warps // 4), 1, 1),
-        threads=128,
-        shared_bytes=0,
-        pointers=DIRECT_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
-        scalars=DIRECT_WEIGHT_GRAD.pack(
-            x_strides=p.input,
-            dy_strides=p.output,
-            positions=positions,
-            warps=warps,
-            splits=splits,
-            dy_size=p.output_size,
-            walk=(p.input_size, 32 if lanes_are_positions else 1),
-        ),
+    main = DIRECT_WEIGHT_GRAD.launch(
+        -(-warps // 4),
+        128,
+        constants,
+        {"parts": "workspace"},
+        x_strides=p.input,
+        dy_strides=p.output,
+        positions=positions,
+        warps=warps,
+        splits=splits,
+        dy_size=p.output_size,
+        walk=(p.input_size, 32 if lanes_are_positions else 1),
     )
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    adding = weight_sums(p, splits)
     tile = f"each warp {tile_in} x {tile_out} channels x {taps_w} taps, {splits} parts"
-    return Plan("direct_weight_grad", "multiply-adds, any setting", (main, reduce), splits * count * acc_bytes, tile)
+    return Plan("direct_weight_grad", "multiply-adds, any setting", (main, *adding.launches), adding.bytes, tile)
 
 
 def _vectors_of_rows(p: Problem) -> int:
@@ -358,11 +361,10 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
         splits = max(1, min(4 * device.multiprocessors, positions // least, most))
     threads = SUM_THREADS if vectors else 128
     wide = max(last_offset((p.batch + 1, channels, d + 1, h + 1, w + 1), p.output), positions + 2**16) > INT32_MAX
-    main = Launch(
-        kernel="channel_sum",
-        constants=(
-            ("kThreads", threads),
-            ("kMinBlocks", 1),
+    main = CHANNEL_SUM.launch(
+        splits if vectors else -(-splits * units // 4),
+        threads,
+        (
             ("Scalar", SCALARS[p.dtype]),
             ("Acc", acc),
             ("kWide", wide),
@@ -371,24 +373,13 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
             ("kLanesArePositions", lanes_are_positions),
             ("kDense", lanes_are_positions and p.output[2:] == (h * w, w, 1)),
         ),
-        grid=(splits if vectors else -(-splits * units // 4), 1, 1),
-        threads=threads,
-        shared_bytes=0,
-        pointers=CHANNEL_SUM.pointers(dy="dy", parts="workspace"),
-        scalars=CHANNEL_SUM.pack(
-            dy_strides=p.output,
-            positions=positions,
-            volume=d * h * w,
-            splits=splits,
-            channels=channels,
-            walk=((d, h, w), 32 if lanes_are_positions else 1),
-        ),
+        {"parts": "workspace"},
+        dy_strides=p.output,
+        positions=positions,
+        volume=d * h * w,
+        splits=splits,
+        channels=channels,
+        walk=((d, h, w), 32 if lanes_are_positions else 1),
     )
-    reduce = reduce_parts(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1))
-    return Plan(
-        "channel_sum",
-        "one read of the gradient",
-        (main, reduce),
-        splits * channels * acc_bytes,
-        f"{splits} parts",
-    )
+    launches, workspace_bytes = (main, bias_sum(p, splits)), splits * channels * acc_bytes
+    return Plan("channel_sum", "one read of the gradient", launches, workspace_bytes, f"{splits} parts")

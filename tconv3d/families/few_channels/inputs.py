@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
@@ -200,14 +200,15 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
     walkers = _walkers(layout, tile, blocks, device)
-    launch = Launch(
-        kernel="few_inputs",
-        constants=_constants(layout, tile),
-        grid=(walkers * layout.kinds, 1, 1),
-        threads=32 * WARPS,
+    launch = FEW_INPUTS.launch(
+        walkers * layout.kinds,
+        32 * WARPS,
+        _constants(layout, tile),
+        side.operands,
         shared_bytes=layout.table_bytes + 2 * tile.part_bytes,
-        pointers=FEW_INPUTS.pointers(**side.operands),
-        scalars=FEW_INPUTS.pack(**side.sizes, tiles=tile.arguments),
+        min_blocks=2,
+        **side.sizes,
+        tiles=tile.arguments,
     )
     return Plan("few_inputs", "tensor cores, K = taps and channels", (launch,), tile=str(tile))
 
@@ -215,8 +216,6 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
 def _constants(layout: Layout, tile: Tile) -> Constants:
     side = layout.side
     return (
-        ("kThreads", 32 * WARPS),
-        ("kMinBlocks", 2),
         ("Scalar", SCALARS[side.problem.dtype]),
         ("Epilogue", side.problem.activation),
         ("kWide", side.wide),

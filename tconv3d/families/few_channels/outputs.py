@@ -12,7 +12,7 @@ from itertools import product
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Gather, Geometry
-from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
@@ -308,39 +308,35 @@ def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
     tiles_h, tiles_w, flat = _grid(problem, tile)
     _, planes = _walks(problem, tile, device)
     parts = -(-problem.output_size[0] // planes)
-    launch = Launch(
-        kernel="few_outputs",
-        constants=_constants(problem, tile, device),
-        grid=(flat * parts, 1, 1),
-        threads=32 * tile.warps,
+    launch = FEW_OUTPUTS.launch(
+        flat * parts,
+        32 * tile.warps,
+        _constants(problem, tile),
+        {"w": "weight"},
         shared_bytes=tile.shared_bytes,
-        pointers=FEW_OUTPUTS.pointers(x="x", w="weight", bias="bias", y="y"),
-        scalars=FEW_OUTPUTS.pack(
-            x_strides=problem.input,
-            y_strides=problem.output,
-            w_strides=problem.weight,
-            x_size=problem.input_size,
-            y_size=problem.output_size,
-            planes=planes,
-            batch=problem.batch,
-            tiles_w=tiles_w,
-            tiles_h=tiles_h,
-            parts=parts,
-        ),
+        min_blocks=tile.blocks(device),
+        x_strides=problem.input,
+        y_strides=problem.output,
+        w_strides=problem.weight,
+        x_size=problem.input_size,
+        y_size=problem.output_size,
+        planes=planes,
+        batch=problem.batch,
+        tiles_w=tiles_w,
+        tiles_h=tiles_h,
+        parts=parts,
     )
     why = "tensor cores, a column for every tap" + (", three TF32 products" if tile.layer.strict else "")
     return Plan("few_outputs", why, (launch,), tile=str(tile))
 
 
-def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
+def _constants(problem: Problem, tile: Tile) -> Constants:
     g, layer = problem.geometry, tile.layer
     d, h, w = g.axes
     origin_h, column_line = min(_offsets(h.scatter)), tile.line + tile.gap
     taps = list(product(range(h.kernel), range(w.kernel)))
     chunk = last_offset((tile.chunk, *problem.input_size[1:]), (problem.input[1], *problem.input[3:]))
     return (
-        ("kThreads", 32 * tile.warps),
-        ("kMinBlocks", tile.blocks(device)),
         ("Scalar", SCALARS[problem.dtype]),
         ("Epilogue", problem.activation),
         ("kHalves", layer.halves),

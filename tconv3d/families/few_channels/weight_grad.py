@@ -12,12 +12,12 @@ from functools import lru_cache
 
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, last_offset
+from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
-from ...planning.sums import reduce_parts
+from ...planning.sums import weight_sums
 from .arguments import FEW_WEIGHT_GRAD
 from .tiles import Taps, Tile, best, copied_at_once, tiles
 
@@ -202,8 +202,7 @@ def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
-    p, g = side.problem, side.problem.geometry
-    count = g.in_channels * g.out_per_group * g.taps
+    p = side.problem
     splits = _splits(layout, tile, blocks, device)
     vector, channel_lanes = _vector(layout), _channel_lanes(side)
     lines_d, lines_h = (n * gather.output_step for n, gather in zip(tile.size[:2], side.gathers[:2], strict=True))
@@ -211,35 +210,26 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     tile_vectors = lines_d * lines_h * line_vectors
     lanes = min(32 * WARPS // channel_lanes, power_of_two_up(tile_vectors))
     many, few = {Pass.INPUT_GRAD: ("x", "dy"), Pass.FORWARD: ("dy", "x")}[p.which]
-    main = Launch(
-        kernel="few_weight_grad",
-        constants=_constants(layout, tile, vector, channel_lanes),
-        grid=(splits * layout.kinds, 1, 1),
-        threads=32 * WARPS,
+    main = FEW_WEIGHT_GRAD.launch(
+        splits * layout.kinds,
+        32 * WARPS,
+        _constants(layout, tile, vector, channel_lanes),
+        {"many": many, "few": few, "parts": "workspace"},
         shared_bytes=layout.shared_bytes(tile),
-        pointers=FEW_WEIGHT_GRAD.pointers(many=many, few=few, parts="workspace"),
-        scalars=FEW_WEIGHT_GRAD.pack(
-            many_strides=side.y,
-            few_strides=side.x,
-            many_size=side.y_size,
-            few_size=side.x_size,
-            tiles=tile.arguments,
-            line_vectors=line_vectors,
-            tile_vectors=tile_vectors,
-            copy_lanes_shift=lanes.bit_length() - 1,
-            by_line_vectors=line_vectors,
-            by_tile_lines=lines_h,
-        ),
+        min_blocks=2,
+        many_strides=side.y,
+        few_strides=side.x,
+        many_size=side.y_size,
+        few_size=side.x_size,
+        tiles=tile.arguments,
+        line_vectors=line_vectors,
+        tile_vectors=tile_vectors,
+        copy_lanes_shift=lanes.bit_length() - 1,
+        by_line_vectors=line_vectors,
+        by_tile_lines=lines_h,
     )
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
-    return Plan(
-        "few_weight_grad",
-        "positions as K on tensor cores, columns of taps",
-        (main, reduce),
-        splits * count * 4,
-        f"{tile}, {splits} parts",
-    )
+    sums, why = weight_sums(p, splits), "positions as K on tensor cores, columns of taps"
+    return Plan("few_weight_grad", why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts")
 
 
 def _vector(layout: Layout) -> int:
@@ -252,7 +242,7 @@ def _vector(layout: Layout) -> int:
 
 def _channel_lanes(side: Side) -> int:
     """Returns how many neighbouring threads copy neighbouring channels: 8 if channels are contiguous, else 1."""
-    return 8 if side.y[1] == 1 and side.y[4] != 1 else 1
+    return 8 if is_channels_last(side.y) else 1
 
 
 def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> Constants:
@@ -264,8 +254,6 @@ def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> C
     ]  # a tile may extend beyond the volume
     wide = last_offset((2, 16 * layout.row_tiles, *reach), (0, *side.y[1:])) > INT32_MAX
     return (
-        ("kThreads", 32 * WARPS),
-        ("kMinBlocks", 2),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", wide or side.wide),
         ("kVector", vector),

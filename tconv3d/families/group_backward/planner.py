@@ -21,7 +21,7 @@ from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, dense_strides
 from ...planning.scalars import SCALARS
 from ...planning.sums import Parts, sum_of_parts
 from .arguments import GROUP_BACKWARD
@@ -234,25 +234,22 @@ def _other_warps(p: Problem) -> tuple[int, int]:
 
 
 def _dense(p: Problem) -> bool:
-    g, layout = p.geometry, channels_last if _last(p) else dense_strides
+    g, layout = p.geometry, channels_last_strides if _last(p) else dense_strides
     shape = (g.in_channels, g.out_per_group, *g.kernel)
     return (
         p.aligned
         and p.input == layout((p.batch, g.in_channels, *p.input_size))
         and p.output == layout((p.batch, g.out_channels, *p.output_size))
-        and (p.weight == dense_strides(shape) or (p.which is Pass.INPUT_GRAD and p.weight == channels_last(shape)))
+        and (
+            p.weight == dense_strides(shape)
+            or (p.which is Pass.INPUT_GRAD and p.weight == channels_last_strides(shape))
+        )
     )
 
 
 def _whole_pieces(p: Problem) -> bool:
     g = p.geometry
     return all(bundled(g) * n * p.item_bytes % 16 == 0 for n in (g.in_per_group, g.out_per_group))
-
-
-def channels_last(shape: tuple[int, ...]) -> Strides:
-    n, c, *size = shape
-    batch, *others, channel = dense_strides((n, *size, c))
-    return (batch, channel, *others)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -310,43 +307,39 @@ def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
     g, stages = p.geometry, tile.stages
     producers, weight_warps = _other_warps(p)
     warps = producers, INPUT_WARPS * input_grad, weight_warps * weight_grad
-    return Launch(
-        kernel="group_backward",
-        constants=_constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
-        grid=(g.groups // bundled(g) * split.splits, 1, 1),
-        threads=32 * sum(warps),
+    return GROUP_BACKWARD.launch(
+        g.groups // bundled(g) * split.splits,
+        32 * sum(warps),
+        _constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
+        {
+            "x": "x" if weight_grad else "null",
+            "weight": "weight" if input_grad else "null",
+            "dx": "dx" if input_grad else "null",
+            "parts": parts.place("dw") if weight_grad else "null",
+            "bias_parts": parts.place("db") if weight_grad else "null",
+        },
         shared_bytes=tile.bytes(stages),
-        pointers=GROUP_BACKWARD.pointers(
-            dy="dy",
-            x="x" if weight_grad else "null",
-            weight="weight" if input_grad else "null",
-            dx="dx" if input_grad else "null",
-            parts=parts.place("dw") if weight_grad else "null",
-            bias_parts=parts.place("db") if weight_grad else "null",
-        ),
-        scalars=GROUP_BACKWARD.pack(
-            dy_strides=p.output,
-            x_strides=p.input,
-            dx_strides=p.input,
-            dy_count=p.output[0] * p.batch,
-            x_count=p.input[0] * p.batch,
-            dw_pitch=parts.pitch("dw"),
-            db_pitch=parts.pitch("db"),
-            size=p.input_size,
-            dy_size=p.output_size,
-            tasks=split.tasks,
-            splits=split.splits,
-            length=split.length,
-            bands=tile.bands,
-            chunks=tile.chunks,
-            pitch=tile.pitch,
-            pitch_x=tile.pitch_x,
-            stages=stages,
-            stages_x=tile.stages_x(stages),
-            by_columns=tile.columns,
-            by_segments=split.segments,
-            by_chunks=tile.chunks,
-        ),
+        dy_strides=p.output,
+        x_strides=p.input,
+        dx_strides=p.input,
+        dy_count=p.output[0] * p.batch,
+        x_count=p.input[0] * p.batch,
+        dw_pitch=parts.pitch("dw"),
+        db_pitch=parts.pitch("db"),
+        size=p.input_size,
+        dy_size=p.output_size,
+        tasks=split.tasks,
+        splits=split.splits,
+        length=split.length,
+        bands=tile.bands,
+        chunks=tile.chunks,
+        pitch=tile.pitch,
+        pitch_x=tile.pitch_x,
+        stages=stages,
+        stages_x=tile.stages_x(stages),
+        by_columns=tile.columns,
+        by_segments=split.segments,
+        by_chunks=tile.chunks,
     )
 
 
@@ -357,8 +350,6 @@ def _constants(
     depth, _, _ = g.axes
     least, largest = shifts(depth)
     return (
-        ("kThreads", 32 * (producers + input_warps + weight_warps)),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kIn", groups * g.in_per_group),
         ("kOut", groups * g.out_per_group),

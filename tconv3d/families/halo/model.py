@@ -7,23 +7,21 @@ planes or chunks that a block takes of the tiles that blocks divide (halo_tile.c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, prod
+from math import prod
 
 from ...planning.geometry import Axis
 from . import loading
-from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output, VariantKind, ceil_div
+from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output, ceil_div
 from .job import Job
-from .measured import CHOICES, COSTS, HALVES, Costs
+from .measured import COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns
-from .storing import can_store, lane_channels, vector
-from .tiling import Tiling, tilings
+from .storing import lane_channels, vector
+from .tiling import Tiling
 
-MAX_ROWS_BYTES = 2**29  # most bytes of the workspace for input that is rewritten as rows of channels
 SHARED_BYTES = 128  # bytes per cycle of shared memory
 COPY_BYTES = 512  # bytes of an asynchronous copy by a warp
-MAX_ROUNDS = 8  # most waves of tiles with which blocks may divide the last tiles
 NARROW = 64  # most columns of a matrix instruction that is bound by the bandwidth of shared memory
 
 
@@ -131,7 +129,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
 
 
 @dataclass(frozen=True)
-class _March:
+class March:
     """The sizes by which a march goes through depth (`Work` in halo_tile.cuh)."""
 
     depth: int  # planes of positions in a tile
@@ -142,10 +140,10 @@ class _March:
     window: int  # planes of outputs that a step feeds
 
     @classmethod
-    def of(cls, build: Build, tiling: Tiling, job: Job) -> _March:
+    def of(cls, build: Build, depth: int, job: Job) -> March:
         inputs = ceil_div(job.read_size[0], build.program.read_step[0])
         step, padding = build.march_step, build.march_padding
-        return cls(tiling.tile[0], inputs, job.written_size[0], step, padding, build.window)
+        return cls(depth, inputs, job.written_size[0], step, padding, build.window)
 
     def fed(self, first: int, last: int) -> int:
         """Returns the number of steps with input that feed the outputs of planes `first` to before `last` of a tile.
@@ -168,20 +166,20 @@ class _March:
 
 
 @lru_cache(maxsize=4096)
-def _most_planes(march: _March, planes: int, share: int) -> int:
+def _most_planes(march: March, planes: int, share: int) -> int:
     """Returns the most steps with input that any share has."""
     return max(march.of_share(first, min(first + share, planes)) for first in range(0, planes, share))
 
 
-def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs) -> float:
+def planes_fed(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs) -> float:
     """Returns the most planes of input that a block of a march multiplies; planes of shares count `shared` times."""
-    shares, march = tiling.shares(build, multiprocessors), _March.of(build, tiling, job)
+    shares, march = tiling.shares(build, multiprocessors), March.of(build, tiling.tile[0], job)
     whole = shares.even // march.depth // shares.count * march.fed(0, march.depth)
     left = _most_planes(march, shares.planes - shares.even, shares.share) if shares.share else 0
     return whole + left * costs.shared
 
 
-def _remaining(build: Build, job: Job, costs: Costs) -> float:
+def remaining(build: Build, job: Job, costs: Costs) -> float:
     """Returns the fraction of the time of products that remains when products outside the input are skipped."""
     inside = _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0])
     return float(inside**costs.skipped)
@@ -220,7 +218,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     smooth = build.input.copied or divided
     multiplied = rounds * build.round_slabs * planes * portion * costs.product
     if build.skips and tiling.flat and build.division is not Division.LAST_TILES:
-        multiplied *= _remaining(build, job, costs)
+        multiplied *= remaining(build, job, costs)
     for kind in build.kinds:
         panels = kind.panels * rounds * planes * portion
         streamed = 0 if resident else kind.panel_bytes * rounds * planes * portion
@@ -230,7 +228,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
             multiply = max(multiply, operands + costs.filled * (loaded + streamed) / SHARED_BYTES)
         supply = 0.0 if resident else panels * costs.slot / (build.block.slots - 1)
         multiply = (multiply**norm + supply**norm) ** (1 / norm) if smooth else max(multiply, supply)
-        multiply = _waiting_less(multiply, build, costs)
+        multiply = waiting_less(multiply, build, costs)
         if build.input is Input.LINES:
             turns = line_turns(build) * build.stages_filled * planes * rounds
             multiply += turns * costs.turn * build.tile.slabs**costs.turn_slabs
@@ -255,7 +253,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     return found
 
 
-def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
+def waiting_less(multiply: float, build: Build, costs: Costs) -> float:
     """Returns the cycles of products with the build's number of stages, from the cycles fitted to two stages.
 
     More stages of copied rows shorten the waits for rows, which matter for chunks with few shifts.
@@ -290,7 +288,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     blocks = tiling.blocks(build, multiprocessors)
     loading = _load_cycles(build, tiling, job, costs)
     if build.march:
-        planes = _planes(build, tiling, job, multiprocessors, costs)
+        planes = planes_fed(build, tiling, job, multiprocessors, costs)
         shares = tiling.shares(build, multiprocessors)
         tiles = shares.even / shares.count + shares.share + (tiling.tile[0] if shares.share else 0)
         (work,) = _work_cycles(build, tiling, job, planes, loading, costs)
@@ -310,16 +308,16 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         work += build.tile_bytes / costs.cache_bytes
     work += costs.first * loading / build.stages_filled  # the first stage's loads
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
-    memory *= costs.streaming if _streams(build, job) else 1.0
-    around = _rows_cycles(build, job, costs)
+    memory *= costs.streaming if streams(build, job) else 1.0
+    around = rows_cycles(build, job, costs)
     if build.division is Division.BLOCKS:
-        around += _adding_cycles(tiling, job, costs)
+        around += adding_cycles(tiling.portions, job, costs)
     if build.division is Division.LAST_TILES:
-        around += _piecing_cycles(build, multiprocessors, costs)
+        around += piecing_cycles(build, multiprocessors, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start + around
 
 
-def _streams(build: Build, job: Job) -> bool:
+def streams(build: Build, job: Job) -> bool:
     """Returns whether a build reaches the best device memory bandwidth (`Costs.streaming`).
 
     It loads lines as they lie in memory, or its lanes store 16 bytes of channels-last outputs at a time.
@@ -328,7 +326,7 @@ def _streams(build: Build, job: Job) -> bool:
     return build.input is Input.LINES or lanes
 
 
-def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
+def rows_cycles(build: Build, job: Job, costs: Costs) -> float:
     """Returns the cycles of the launch that writes the read tensor as rows of channels, or 0 if there is none."""
     if not job.rows:
         return 0.0
@@ -337,138 +335,12 @@ def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
     return costs.rows + 2 * job.read_bytes / costs.rows_bytes
 
 
-def _adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:
+def adding_cycles(portions: int, job: Job, costs: Costs) -> float:
     """Returns the cycles of the launch that adds up the portions."""
-    return costs.adding + 4 * (tiling.portions + 1) * job.written_count / costs.added_bytes
+    return costs.adding + 4 * (portions + 1) * job.written_count / costs.added_bytes
 
 
-def _piecing_cycles(build: Build, multiprocessors: int, costs: Costs) -> float:
+def piecing_cycles(build: Build, multiprocessors: int, costs: Costs) -> float:
     """Returns the cycles of the launch that adds up pieces of divided tiles: it reads two pieces and writes one."""
     piece = 4 * build.round_slabs * SLAB * build.columns
     return costs.adding + 3 * multiprocessors * piece / costs.pieced_bytes
-
-
-@dataclass(frozen=True)
-class Least:
-    """A bound that rules out tilings of a build faster than `cycles` can be computed."""
-
-    build: Build
-    job: Job
-    costs: Costs
-    products: float  # cycles of the tensor cores for a round of slabs
-    round: float  # cycles for a round of slabs, with the waits for panels and operands
-    memory: float  # device memory cycles for all tiles
-    around: float  # cycles of launching, and of the launch that writes rows of channels
-
-    @classmethod
-    def of(cls, build: Build, job: Job) -> Least:
-        costs = COSTS if build.item_bytes == 4 else HALVES
-        kinds = build.kinds if build.own_shifts else build.kinds[:1]
-        of_all = sum(kind.count for kind in kinds)
-        read = job.batch * build.geometry.in_channels * prod(job.read_size)
-        written = job.batch * job.stored_channels * prod(job.written_size)
-        moved = read + written * (costs.torn if build.torn and not job.written_last else 1.0)
-        return cls(
-            build,
-            job,
-            costs,
-            sum(kind.count * cls._products(build, kind, costs) for kind in kinds) / of_all,
-            sum(kind.count * cls._round(build, job, kind, costs) for kind in kinds) / of_all,
-            moved * build.item_bytes / costs.memory_bytes * (costs.streaming if _streams(build, job) else 1.0),
-            costs.start + _rows_cycles(build, job, costs),
-        )
-
-    @staticmethod
-    def _products(build: Build, kind: VariantKind, costs: Costs) -> float:
-        return _waiting_less(build.round_slabs * kind.cycles_per_slab * costs.product, build, costs)
-
-    @staticmethod
-    def _round(build: Build, job: Job, kind: VariantKind, costs: Costs) -> float:
-        """Returns the cycles for a round of slabs of a kind of variant, with the waits for panels and operands."""
-        multiply = build.round_slabs * kind.cycles_per_slab * costs.product
-        if build.skips:
-            multiply *= _remaining(build, job, costs)
-        if not build.weights.resident:
-            multiply = max(multiply, kind.panels * costs.slot / (build.block.slots - 1))
-        multiply = _waiting_less(multiply, build, costs)
-        if build.input is Input.LINES:
-            turns = line_turns(build) * build.stages_filled
-            return multiply + turns * costs.turn * build.tile.slabs**costs.turn_slabs
-        if build.strict:
-            sums = build.tile.slabs * build.columns / 2
-            multiply += kind.panels * build.additions_per_panel * (costs.strict_panel + costs.strict_sum * sums)
-        return multiply + kind.panels / build.turns * min(costs.panel, costs.supplied, costs.streamed)
-
-    def _rounds(self, tiling: Tiling) -> float:
-        return ceil_div(tiling.slabs, self.build.round_slabs) * tiling.portion(self.build)
-
-    def exceeds(self, tiling: Tiling, multiprocessors: int, most: float) -> bool:
-        """Returns whether the tiling takes more than `most` cycles."""
-        build, costs, p = self.build, self.costs, self.costs.overlap
-        of_a_tile = costs.plane if build.march else costs.tile
-        times: float
-        if build.march:
-            times = _planes(build, tiling, self.job, multiprocessors, costs)
-        elif build.division is Division.LAST_TILES:
-            # However many products a chunk skips, it costs at least a fraction of a whole chunk. Most tilings are
-            # ruled out here, without computing how blocks divide them.
-            if CHOICES.chunk * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
-                return True
-            times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
-        elif build.own_shifts:
-            times = tiling.work(build) / tiling.blocks(build, multiprocessors)
-        else:
-            times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
-        rounds = self._rounds(tiling)
-        if times * rounds * self.products > most:  # the tensor cores alone take longer
-            return True
-        work = times * (rounds * self.round + of_a_tile)
-        around = self.around
-        if build.division is Division.BLOCKS:
-            around += _adding_cycles(tiling, self.job, costs)
-        return (work**p + self.memory**p) ** (1 / p) + around > most
-
-
-def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> list[Tiling]:
-    """Returns the tiling with every number of portions for which there are multiprocessors.
-
-    If there are too few multiprocessors for two portions, the result is the tiling itself.
-    """
-    most = multiprocessors // tiling.work(build) if build.division is Division.BLOCKS else 1
-    if most < 2:
-        return [tiling]
-    counts = {ceil_div(build.chunks, chunks) for chunks in range(1, build.chunks)}
-    return [replace(tiling, portions=n) for n in counts if n <= most]
-
-
-@lru_cache(maxsize=256)  # a plan asks again for the tiling of the build that was chosen
-def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
-    """Returns the fastest tiling after its predicted cycles, or None if no tiling takes at most `most` cycles."""
-    best: tuple[float, Tiling] | None = None
-    job = job.as_merged(build.tile.merged)
-    if build.input is Input.REWRITTEN and not job.has_rows:
-        return None
-    job = job.arriving(build.input)
-    if not can_store(build, job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
-        return None
-    if build.staged and not job.rows:
-        return None  # three stages are for rows that loaders do not have to round
-    least = Least.of(build, job)
-    portions, last_tiles = build.division is Division.BLOCKS, build.division is Division.LAST_TILES
-    for tiling in tilings(build, job.batch, job.positions, job.read_size):
-        if portions and most < inf and 2 * tiling.work(build) > multiprocessors:
-            continue  # there are too few multiprocessors for two portions of every tile
-        if last_tiles and most < inf and tiling.work(build) > MAX_ROUNDS * multiprocessors:
-            continue  # the last wave is a small part of the time
-        if last_tiles and tiling.length and job.read_last and not build.input.copied:
-            continue  # boxes are faster for channels-last input that is loaded through registers
-        many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
-        if job.norm and build.march and many:
-            continue  # a march can store the moments of at most two batch items per tile
-        for made in portioned(build, tiling, multiprocessors) if portions else (tiling,):
-            if least.exceeds(made, multiprocessors, most):
-                continue
-            cost = cycles(build, made, job, multiprocessors)
-            if cost <= most and (best is None or cost < best[0]):
-                best, most = (cost, made), cost
-    return best

@@ -35,9 +35,9 @@ from .candidates import Nominal, builds_of, last_tiles_divided
 from .job import Job, job_of
 from .launches import HaloPlan, assemble
 from .measured import VERSION
-from .model import best_tiling
 from .packing import pack
 from .program import MAX_PARTS
+from .search import best_tiling, costs_of
 from .tiling import forget_boxes
 
 HAS_EPILOGUE = True
@@ -176,13 +176,14 @@ def outdated_tunings() -> int:
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """Returns the best build by the model."""
     nominal = Nominal.of(job)
-    costs = _costs(builds_of(nominal, shared_bytes), job, multiprocessors)
+    costs = costs_of(builds_of(nominal, shared_bytes), job, multiprocessors, AS_GOOD)
     best = min(costs, key=lambda build: costs[build], default=None)
     divided: dict[Build, float] = {}
     if best is not None and not (
         best.march and best.item_bytes == 2
     ):  # dividing tiles is no faster than 16-bit marches
-        divided = _costs(last_tiles_divided(nominal, shared_bytes), job, multiprocessors, costs[best] / SPREAD)
+        limit = costs[best] / SPREAD
+        divided = costs_of(last_tiles_divided(nominal, shared_bytes), job, multiprocessors, AS_GOOD, limit)
     forget_boxes()
     if best is None or divided:
         return min(divided, key=lambda build: divided[build], default=None)
@@ -192,16 +193,6 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     # Column tiles of a torn build write parts of the same sectors of float32 outputs.
     factor = TORN if best.item_bytes == 4 and not job.written_last else 1.0
     return min(equals, key=lambda build: (-build.block.producers, costs[build] * (factor if build.torn else 1.0)))
-
-
-def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float = inf) -> dict[Build, float]:
-    """Returns the predicted cycles of the builds that may be as fast as the best and take at most `most` cycles."""
-    costs: dict[Build, float] = {}
-    for build in found:
-        tiling = best_tiling(build, job, multiprocessors, min(most, AS_GOOD * min(costs.values(), default=inf)))
-        if tiling is not None:
-            costs[build] = tiling[0]
-    return costs
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ panel, pattern and variant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
@@ -221,14 +221,13 @@ class Program:
         units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
         return sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
 
-    def cycles(self, width: int, beside: float = 0.0, registers: bool = False) -> float:
+    def cycles(self, width: int, registers: bool = False) -> float:
         """Returns the tensor core cycles of one slab and one step of 32 bytes of K, for fields of `width` columns.
 
-        `beside` is the overhead of each instruction in cycles; `registers` says whether the first operand is in
-        registers.
+        `registers` says whether the first operand is in registers.
         """
         cycles = register_cycles if registers else instruction_cycles
-        return self.instructions * (cycles(self.unit * width) + beside)
+        return self.instructions * cycles(self.unit * width)
 
     def shared_cycles(self, width: int) -> float:
         """Returns the shared memory cycles for the operands of one slab and one step of 32 bytes of K."""
@@ -286,7 +285,29 @@ def programs(
     d, h, w = variants[0]
     orders = dict.fromkeys(_field_orders((d.fields, h.fields, w.fields)))
     count = d.fields * h.fields * w.fields
+    cycles_of = register_cycles if registers else instruction_cycles
     units = [unit for unit in range(1, count + 1) if count % unit == 0 and unit * width <= MAX_COLUMNS]
-    candidates = [Program.make(variants[0], fields, unit) for fields, unit in product(orders, units)]
-    best = min(candidates, key=lambda c: (c.cycles(width, beside, registers), len(c.patterns), -c.unit))
-    return tuple(Program.make(dimensions, best.fields, best.unit, fine) for dimensions in variants)
+    fields, unit = _cheapest(variants[0], orders, units, lambda unit: cycles_of(unit * width) + beside)
+    return tuple(Program.make(dimensions, fields, unit, fine) for dimensions in variants)
+
+
+def _cheapest(
+    dimensions: Dimensions, orders: Iterable[tuple[Triple, ...]], units: list[int], cost: Callable[[int], float]
+) -> tuple[tuple[Triple, ...], int]:
+    """Returns the order of the fields, and the fields of a unit, that `programs` wants, without making programs.
+
+    `cost` returns the cycles of an instruction for a unit.
+    """
+    fed: dict[Triple, list[Triple]] = {}
+    for d, h, w in product(*(dimension.feeds for dimension in dimensions)):
+        fed.setdefault((d.offset, h.offset, w.offset), []).append((d.field, h.field, w.field))
+    found = []
+    for fields in orders:
+        place = {field: i for i, field in enumerate(fields)}
+        places = [[place[field] for field in each] for each in fed.values()]
+        for unit in units:
+            patterns = [frozenset([i // unit for i in each]) for each in places]
+            key = sum(map(len, patterns)) * cost(unit), len(set(patterns)), -unit
+            found.append((key, fields, unit))
+    _, fields, unit = min(found, key=lambda each: each[0])
+    return fields, unit

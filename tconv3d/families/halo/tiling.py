@@ -6,12 +6,12 @@ halo; a run is a tile of rows in sequence, wherever lines end (halo.cuh).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
-from operator import attrgetter
+from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from ...planning.geometry import Triple
@@ -61,6 +61,8 @@ class Spread:
 
 
 MAX_STRETCHES = 4
+first, second = itemgetter(0), itemgetter(1)
+RUNS = 1024  # more runs than a build has; places of runs are negative, those of boxes are not
 NOT_SPREAD = Spread(0, 0, 0, 0, ((0, 0),) * MAX_STRETCHES)
 
 
@@ -111,7 +113,7 @@ class Tiling:
         """The binary logarithm of the number of batch items, at most 8, that neighbouring lanes load."""
         return min(self.items, 8).bit_length() - 1
 
-    @cached_property
+    @property
     def count(self) -> int:
         return prod(self.tiles)
 
@@ -149,21 +151,13 @@ class Tiling:
         pieces = (depth - 2) // share + 2 if rest and depth > 1 else 1
         return Shares(tiles * depth, even * depth, share if rest else 0, count, beside, columns // beside, pieces)
 
-    def chunk_costs(self, build: Build, job: Job) -> list[float]:
+    def chunk_costs(self, build: Build, job: Job) -> tuple[float, ...]:
         """Returns the cost of a chunk in each tile along d, or each run, as a fraction of one that skips no products.
 
         A panel counts if any position of the tile needs it: consumers that skip it wait for the others."""
-        depths = self._depths()
-        needed = {planes: build.needed_panels(planes, job.read_size[0]) for planes in set(depths)}
-        return [CHOICES.chunk + (1 - CHOICES.chunk) * needed[planes] for planes in depths]
-
-    def _depths(self) -> list[range]:
-        """Returns the planes of positions of each tile along d, or of each run."""
         if not self.length:
-            return [range(tile * self.tile[0], (tile + 1) * self.tile[0]) for tile in range(self.tiles[1])]
-        plane = self.halo[1] * self.halo[2]
-        starts = range(0, self.tiles[2] * self.length, self.length)
-        return [range(start // plane, (start + self.length - 1) // plane + 1) for start in starts]
+            return _chunk_costs(build, job.read_size[0], self.tile[0], self.tiles[1])
+        return _chunk_costs(build, job.read_size[0], self.length, self.tiles[2], self.halo[1] * self.halo[2])
 
     @property
     def sheet_rows(self) -> int:
@@ -205,6 +199,15 @@ class Tiling:
         items = f" of {self.items} batch items" if self.items > 1 else ""
         portions = f", {self.portions} portions" if self.portions > 1 else ""
         return "x".join(map(str, self.tile)) + items + portions + shared
+
+
+@lru_cache(maxsize=1024)  # tilings of a build differ mostly in height and width
+def _chunk_costs(build: Build, size: int, step: int, tiles: int, plane: int = 1) -> tuple[float, ...]:
+    """Returns `Tiling.chunk_costs` for tiles of `step` rows, of which a plane of positions has `plane`."""
+    starts = range(0, tiles * step, step)
+    depths = [range(start // plane, (start + step - 1) // plane + 1) for start in starts]
+    needed = {planes: build.needed_panels(planes, size) for planes in set(depths)}
+    return tuple(CHOICES.chunk + (1 - CHOICES.chunk) * needed[planes] for planes in depths)
 
 
 def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, int, Triple, int]]:
@@ -307,16 +310,36 @@ def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -
     yield replace(tiling, sheet_step=step)
 
 
+def in_order(
+    build: Build, batch: int, positions: Triple, read_size: Triple, worth: Callable[[int, int], bool]
+) -> Iterator[tuple[int, Tiling]]:
+    """Yields tilings of the volume that fit the build's stages, each with its place in `tilings`.
+
+    `worth` tells whether tilings with a number of rounds of slabs, for all tiles together, and a number of tiles are
+    wanted; if not, then none with more of both. A march may use every tiling also with shared last tiles.
+    """
+    runs: Iterable[Tiling] = ()
+    if build.march and build.input is Input.LINES:
+        runs = _whole_lines(build, batch, positions, read_size)
+    elif build.march:
+        runs = _runs(build, batch, positions, read_size)
+    elif build.division is Division.LAST_TILES:
+        runs = _deep_runs(build, batch, positions, read_size)
+    for place, run in enumerate(runs):
+        if worth(ceil_div(run.slabs, build.round_slabs) * run.count, run.count):
+            yield place - RUNS, run
+    for rounds, place, count, sizes in () if build.input is Input.LINES else _boxes(build, batch, positions):
+        if worth(rounds, count):
+            yield place, Tiling(*sizes)
+        elif not worth(rounds, 0):
+            return  # all others have more rounds
+
+
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:
-    """Returns all tilings of the volume that fit the build's stages."""
-    if build.division is Division.LAST_TILES:
-        return [*_deep_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)]
+    """Returns all tilings of the volume that fit the build's stages, runs before boxes, small boxes first."""
+    found = [tiling for _, tiling in sorted(in_order(build, batch, positions, read_size, lambda *_: True), key=first)]
     if not build.march:
-        return _boxes(build, batch, positions)
-    if build.input is Input.LINES:
-        found = [*_whole_lines(build, batch, positions, read_size)]
-    else:
-        found = [*_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)]
+        return found
     return [each for tiling in found for each in (tiling, replace(tiling, shared=True))]
 
 
@@ -362,27 +385,42 @@ class _Boxes(NamedTuple):
     positions: Triple
 
 
-def _boxes(build: Build, batch: int, positions: Triple) -> tuple[Tiling, ...]:
-    """Returns the tilings into boxes of positions."""
+def _boxes(build: Build, batch: int, positions: Triple) -> list[tuple[int, int, int, Sizes]]:
+    """Returns the tilings into boxes of positions, those with the fewest rounds first."""
     slabs = build.tile.slabs, build.round_slabs, build.max_passes
     boxes = _Boxes(build.march, build.span, *slabs, build.output is Output.IMAGES, build.item_bytes, batch, positions)
     return _fitting_boxes(boxes, stage_rows(build))
 
 
+# What a box is made of: the arguments of `Tiling` up to `run`. Thousands of tuples of integers are cheaper than as
+# many tilings, and the garbage collector does not visit them.
+Sizes = tuple[Triple, Triple, int, int, tuple[int, int, int, int], int, int, int, int, Triple, int]
+
+
 @lru_cache(maxsize=128)
-def _fitting_boxes(boxes: _Boxes, room: int) -> tuple[Tiling, ...]:
-    """Returns the boxes that fit a stage of `room` rows, each cut in the first of the ways with the fewest slabs."""
+def _fitting_boxes(boxes: _Boxes, room: int) -> list[tuple[int, int, int, Sizes]]:
+    """Returns the boxes that fit a stage of `room` rows, each cut in the first of the ways with the fewest slabs.
+
+    Before each box stand the rounds of slabs of all tiles, by which boxes are sorted, the place among all boxes, and
+    the number of tiles.
+    """
     found = []
-    for rows, ways in _all_boxes(boxes):
-        fitting = [tiling for last, tiling in ways if last < room] if rows <= room else []
-        if fitting:
-            found.append(min(fitting, key=attrgetter("slabs")))
-    return tuple(found)
+    for place, (rows, count, ways) in enumerate(_all_boxes(boxes)):
+        if rows <= room:
+            fitting = ways if max(ways)[0] < room else [way for way in ways if way[0] < room]
+            if fitting:
+                _, slabs, sizes = min(fitting, key=second)
+                found.append((-(-slabs // boxes.per_round) * count, place, count, sizes))
+    found.sort()
+    return found
 
 
 @lru_cache(maxsize=16)
-def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
-    """Returns for each box the rows of its halo and the ways to cut the box, each with the last row that it reads."""
+def _all_boxes(boxes: _Boxes) -> list[tuple[int, int, list[tuple[int, int, Sizes]]]]:
+    """Returns for each box the rows of its halo, the number of tiles, and the ways to cut the box.
+
+    A way is the last row that it reads, its number of slabs, and its sizes.
+    """
     march, span, slabs_together, per_round, max_passes, images, item_bytes, batch, positions = boxes
     span_d, span_h, span_w = span
     small = prod(positions) < 512
@@ -401,12 +439,12 @@ def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
         if volume > limit or (volume < least and (depth, height, width) != positions):
             continue
         halo = (1 if march else depth + span_d, height + span_h, width + span_w)
-        across = (ceil_div(positions[1], height), ceil_div(positions[2], width))
         line, sheet = halo[2] * items, halo[1] * halo[2] * items
         displacement = (0 if march else span_d) * sheet + span_h * line
         deep = positions[0] if march else depth
-        tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
-        ways: list[tuple[int, Tiling]] = []
+        tile = (deep, height, width)
+        tiles = (-(-batch // items), -(-positions[0] // deep), -(-positions[1] // height), -(-positions[2] // width))
+        ways: list[tuple[int, int, Sizes]] = []
         for near, slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts(
             (depth, height, width), halo, items
         ):
@@ -417,15 +455,15 @@ def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
             in_line = slabs_w == slabs_together or (slabs_w % slabs_together == 0 and item_bytes == 2)
             if images and (run != width or items > 1 or not in_line):
                 continue
-            sheets = ceil_div(slabs, slabs_w * slabs_h)
+            sheets = -(-slabs // (slabs_w * slabs_h))
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
             last += displacement + span_w * near
-            if any(reached <= last and tiling.slabs <= slabs for reached, tiling in ways):
-                continue  # a previous way has no more slabs, and fits wherever this way fits
-            tiling = Tiling(
-                (deep, height, width), halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
-            )
-            ways.append((last, tiling))
+            for reached, fewer, _ in ways:
+                if reached <= last and fewer <= slabs:
+                    break  # a previous way has no more slabs, and fits wherever this way fits
+            else:
+                sizes = (tile, halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run)
+                ways.append((last, slabs, sizes))
         if ways:
-            found.append((prod(halo) * items, ways))
+            found.append((prod(halo) * items, prod(tiles), ways))
     return found

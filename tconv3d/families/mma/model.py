@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from ...planning.geometry import Triple
 from ...planning.problem import Device
@@ -161,7 +162,7 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
 
     These are the 2 cheapest boxes, and the cheapest box of each width.
     """
-    found: list[Box] = []
+    found: dict[tuple[int, Triple], None] = {}
     depth, height, width = work.side.grid
     for warps_w in (1, 2, 4, 8):
         if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
@@ -169,21 +170,28 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
         lines = 16 * warps_m // warps_w
         for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
             parts = -(-depth // min(depth, lines // h))
-            box = Box.of(work, 1, (-(-depth // parts), h, warps_w * tiles_m))
-            found.append(box)
-            if parts == 1 and lines >= 2 * box.lines:  # there is room for several batch items
-                found.append(Box.of(work, min(work.side.problem.batch, lines // box.lines), box.tile))
+            deep = -(-depth // parts)
+            tile = (deep, h, warps_w * tiles_m)
+            found[1, tile] = None
+            if parts == 1 and lines >= 2 * deep * h:  # there is room for several batch items
+                found[min(work.side.problem.batch, lines // (deep * h)), tile] = None
 
-    def cost(box: Box) -> float:
-        read = box.halo_items + (BOX_LINE * box.halo_lines if work.side.x[4] == 1 else 0.0)
-        written = BOX_LINE * box.lines if work.side.y[4] == 1 else 0.0
-        return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
+    steps, reach, batch = work.halo_steps, work.reach, work.side.problem.batch
+    by_line_read, by_line_written = (BOX_LINE if line == 1 else 0.0 for line in (work.side.x[4], work.side.y[4]))
 
-    cheapest = sorted(dict.fromkeys(found), key=cost)
-    widths: dict[int, Box] = {}
-    for box in cheapest:
-        widths.setdefault(box.tile[2], box)
-    return tuple(dict.fromkeys((*cheapest[:2], *widths.values())))
+    def cost(items_and_tile: tuple[int, Triple]) -> float:
+        items, (d, h, w) = items_and_tile
+        halo_lines = items * ((d - 1) * steps[0] + reach[0] + 1) * ((h - 1) * steps[1] + reach[1] + 1)
+        read = halo_lines * ((w - 1) * steps[2] + reach[2] + 1) + by_line_read * halo_lines
+        written = by_line_written * (items * d * h)
+        tiles = -(-batch // items) * -(-depth // d) * -(-height // h) * -(-width // w)
+        return tiles * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
+
+    cheapest = sorted(found, key=cost)
+    widths: dict[int, tuple[int, Triple]] = {}
+    for each in cheapest:
+        widths.setdefault(each[1][2], each)
+    return tuple(Box.of(work, *each) for each in dict.fromkeys((*cheapest[:2], *widths.values())))
 
 
 def _even_parts(size: int, most: int) -> set[int]:
@@ -323,16 +331,8 @@ class Candidate:
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
         tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
-        return tiles * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
-
-    def _writing_rows(self, device: Device) -> float:
-        """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
-        if not self.rows:
-            return 0.0
-        side = self.work.side
-        elements = side.problem.batch * side.reduced * side.problem.geometry.groups * prod(side.x_size)
-        moved = 2 * elements * self.item_bytes
-        return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
+        each = max(alone, busy) + OVERLAP * min(alone, busy)
+        return tiles * each + writing_rows(self.work.side, self.rows, device)
 
     @property
     def _waiting(self) -> float:
@@ -389,12 +389,12 @@ class Candidate:
             MULTIPLY_CYCLES * self.multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
-            (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
-            max(self._torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
+            (weight_bytes + halo_bytes * self.sector_waste) / L2_BYTES_PER_CYCLE,
+            max(self.torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 
     @property
-    def _torn(self) -> float:
+    def torn(self) -> float:
         """Bytes of the sectors that stores touch, divided by the bytes stored; 1 for channels-last outputs.
 
         L2 merges the channels of a position that several blocks store one after the other.
@@ -408,13 +408,22 @@ class Candidate:
         return apart * (1.0 if whole else (line + SECTOR_ENDS) / line)
 
     @property
-    def _sector_waste(self) -> float:
+    def sector_waste(self) -> float:
         """Bytes read in whole sectors of 32 bytes, divided by the bytes of the halo."""
         if self.work.side.x[4] == 1:
             line = self.box.halo[2] * self.item_bytes
             return (line + SECTOR_ENDS) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
         return max(1.0, SECTOR / run)
+
+
+def writing_rows(side: Side, rows: bool, device: Device) -> float:
+    """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
+    if not rows:
+        return 0.0
+    elements = side.problem.batch * side.reduced * side.problem.geometry.groups * prod(side.x_size)
+    moved = 2 * elements * side.problem.item_bytes
+    return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
 
 
 def _together(parts: list[float]) -> float:
@@ -442,8 +451,19 @@ def works(side: Side) -> Iterator[Work]:
             yield work
 
 
-def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
-    """Yields every build worth considering, with as many blocks per multiprocessor as registers allow."""
+class Shape(NamedTuple):
+    """The choices of a build except for its ring of weights, named as in `Build`."""
+
+    tiles_m: int
+    tiles_n: int
+    warps_m: int
+    warps_n: int
+    steps: int
+    blocks: int  # as many blocks per multiprocessor as registers allow
+
+
+def shapes(work: Work, copy: int, item_bytes: int) -> Iterator[Shape]:
+    """Yields every shape worth considering."""
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8)):
@@ -456,6 +476,9 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             continue
         if tiles < FEW_TILES and 8 * tiles_n < side.outs and side.positions >= MANY_POSITIONS:
             continue
+        needed = _registers(work, 4 * tiles, tiles_m, tiles_n, copy)
+        if needed > MAX_REGISTERS:
+            continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
                 continue
@@ -463,15 +486,18 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
                 continue
             if copy and warps_m * warps_n % (2 * steps):
                 continue  # a round of copies has 8 positions for every word of a slot
-            needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
             blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
-            if needed > MAX_REGISTERS:
-                continue
-            for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
-                yield Build(
-                    *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
-                    apart=work.apart,
-                )
+            yield Shape(tiles_m, tiles_n, warps_m, warps_n, steps, blocks)
+
+
+def builds(work: Work, shape: Shape) -> Iterator[Build]:
+    """Yields the builds of a shape."""
+    tiles_m, tiles_n, warps_m, warps_n, steps, blocks = shape
+    for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
+        yield Build(
+            *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
+            apart=work.apart,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -501,14 +527,19 @@ def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: boo
 
 def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Device, rows: bool) -> Iterator[Candidate]:
     for work in divided:
-        for build in builds(work, copy, item_bytes):
-            for box in boxes(work, build.tiles_m, build.warps_m):
-                found = Candidate(work, build, box, copy, item_bytes, rows)
-                fit = min(found.blocks_that_fit(device), build.blocks)
-                if fit > 0:
-                    yield found if fit == build.blocks else replace(found, build=replace(build, blocks=fit))
-                if build.stages == 2:
-                    yield from _resident(found, device)
+        for shape in shapes(work, copy, item_bytes):
+            for build in builds(work, shape):
+                for box in boxes(work, build.tiles_m, build.warps_m):
+                    yield from fitting(Candidate(work, build, box, copy, item_bytes, rows), device)
+
+
+def fitting(found: Candidate, device: Device) -> Iterator[Candidate]:
+    """Yields a candidate with as many blocks as fit the device, and with all its weights in shared memory."""
+    fit = min(found.blocks_that_fit(device), found.build.blocks)
+    if fit > 0:
+        yield found if fit == found.build.blocks else replace(found, build=replace(found.build, blocks=fit))
+    if found.build.stages == 2:
+        yield from _resident(found, device)
 
 
 def candidates_of(
@@ -524,9 +555,14 @@ def candidates_of(
             yield found
 
 
+def may_stay(work: Work, chunks: int, tap_bytes: int, device: Device) -> bool:
+    """Tells whether the weights of a block are few enough that they may all fit shared memory."""
+    return chunks * work.least_rows * len(work.inner.taps) * tap_bytes <= device.shared_bytes
+
+
 def _resident(found: Candidate, device: Device) -> Iterator[Candidate]:
     """Yields the candidate with all its weights in shared memory, if they fit and a block has several tiles."""
-    if found.chunks * found.work.least_rows * found.stage_bytes // found.build.rows > device.shared_bytes:
+    if not may_stay(found.work, found.chunks, found.tap_bytes, device):
         return
     resident = replace(found, build=replace(found.build, resident=True))
     fit = min(resident.blocks_that_fit(device), found.build.blocks)

@@ -23,6 +23,7 @@ from ...planning.repertoire import Repertoire, searched, typical_problems
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.turning import channel_rows
+from . import search
 from .arguments import MMA, MMA_PACK
 from .model import Build, Candidate, candidates, candidates_of
 from .work import MAX_SOURCES, Work
@@ -242,7 +243,7 @@ def _own(problem: Problem, device: Device) -> Choice | None:
 
 
 def _fastest(problem: Problem, device: Device) -> Choice | None:
-    found = min(_all(problem, device), key=lambda candidate: candidate.cycles(device), default=None)
+    found = search.fastest(_sides(problem, device), problem.item_bytes, device)
     return None if found is None else (found.build, found.rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants
 from ...planning.problem import ITEM_BYTES, Device, Plan
 from ...planning.scalars import RESULTS, SCALARS, accumulator, power_of_two_up
 from .arguments import AXIS_PASS
@@ -66,8 +66,6 @@ def plan_axis(p: AxisProblem, device: Device) -> Plan:
     threads, held = _held(p, device)
     count = a.outer * lanes if a.rows else a.outer * (a.inner // a.vector)
     constants: Constants = (
-        ("kThreads", threads),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[a.dtype]),
         ("Acc", accumulator(a.dtype)[0]),
         ("Result", RESULTS[p.result]),
@@ -83,16 +81,17 @@ def plan_axis(p: AxisProblem, device: Device) -> Plan:
         ("kPlaced", p.placed),
         ("kAlongs", p.alongs),
     )
-    launch = Launch(
-        kernel=AXIS_PASS.kernel,
-        constants=constants,
-        grid=(-(-count // threads), 1, 1),
-        threads=threads,
+    launch = AXIS_PASS.launch(
+        -(-count // threads),
+        threads,
+        constants,
         shared_bytes=held,
-        pointers=AXIS_PASS.pointers(**{name: name for name in AXIS_PASS.pointer_names}),
-        scalars=AXIS_PASS.pack(
-            outer=a.outer, inner=a.inner, lead=a.lead, rows=a.batch * a.channels, length=a.length, channels=a.channels
-        ),
+        outer=a.outer,
+        inner=a.inner,
+        lead=a.lead,
+        rows=a.batch * a.channels,
+        length=a.length,
+        channels=a.channels,
     )
     where = "out of shared memory" if held else "out of L1" if a.rows else "out of L2"
     why = "one read" if p.sweeps == 1 else f"one read, {p.sweeps - 1} more {where}"

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from ...planning.arguments import Arguments
 from ...planning.launch import Constants, Launch
-from ...planning.problem import ITEM_BYTES, Device, Plan, Problem
+from ...planning.problem import ITEM_BYTES, Device, Plan, Problem, is_channels_last
 from ...planning.scalars import SCALARS, accumulator
 from ...planning.sums import reduce_parts
 from .arguments import (
@@ -107,8 +108,8 @@ class Strips:
         self,
         arguments: Arguments,
         sums: int,
-        pointers: tuple[str, ...],
-        numbers: Mapping[str, int],
+        operands: Mapping[str, str],
+        numbers: Mapping[str, Any],
         min_blocks: int = 2,
         **types: str,
     ) -> Launch:
@@ -120,23 +121,15 @@ class Strips:
         a = self.activation
         acc, acc_bytes = accumulator(a.dtype)
         constants: Constants = (
-            ("kThreads", THREADS),
-            ("kMinBlocks", min_blocks),
             ("Scalar", SCALARS[a.dtype]),
             ("Acc", acc),
             *((name, SCALARS[dtype]) for name, dtype in types.items()),
             ("kVector", a.vector),
             ("kChannelsLast", a.channels_last),
         )
-        return Launch(
-            kernel=arguments.kernel,
-            constants=constants,
-            grid=(self.blocks, 1, 1),
-            threads=THREADS,
-            shared_bytes=THREADS * a.vector * sums * acc_bytes if a.channels_last else 0,
-            pointers=pointers,
-            scalars=arguments.pack(strips=self.arguments, **numbers),
-        )
+        shared_bytes = THREADS * a.vector * sums * acc_bytes if a.channels_last else 0
+        values = {"min_blocks": min_blocks, "strips": self.arguments, **numbers}
+        return arguments.launch(self.blocks, THREADS, constants, operands, shared_bytes=shared_bytes, **values)
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -144,11 +137,6 @@ class Strips:
         a = self.activation
         sizes = {"volume": a.volume, "batch": a.batch, "channels": a.channels}
         return {**sizes, "slots": self.slots, "length": self.length}
-
-
-def _operands(arguments: Arguments, **others: str) -> tuple[str, ...]:
-    """Returns the operands of a kernel's pointers: each operand has the pointer's name, except for `others`."""
-    return arguments.pointers(**{**{name: name for name in arguments.pointer_names}, **others})
 
 
 # ---- Statistics of the convolution's result.
@@ -162,7 +150,7 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
     if plan.moments:
         plan = replace(plan, tile=f"{plan.tile}; leaves the moments of its result")
     else:
-        last = problem.output[1] == 1 and problem.output[4] != 1
+        last = is_channels_last(problem.output)
         activation = Activation(problem.batch, channels, prod(problem.output_size), problem.dtype, last)
         strips = Strips.of(activation, device)
         start = ceil_div(plan.workspace_bytes, 256) * 256
@@ -170,7 +158,7 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
             plan,
             launches=(
                 *plan.launches,
-                strips.launch(CHANNEL_MOMENTS, 2, _operands(CHANNEL_MOMENTS, x="y"), {}),
+                strips.launch(CHANNEL_MOMENTS, 2, {"x": "y"}, {}),
             ),
             workspace_bytes=start + problem.batch * channels * strips.slots * 4 * acc_bytes,
             regions=(*plan.regions, ("moments", start)),
@@ -179,16 +167,9 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
         )
     overlaps = device.capability >= (9, 0)
     threads = STATISTICS_THREADS[plan.moments >= MANY_MOMENTS]
-    statistics = Launch(
-        kernel="statistics",
-        constants=(("kThreads", threads), ("kMinBlocks", 1), ("kOverlaps", overlaps), ("Acc", acc)),
-        grid=(problem.batch * groups, 1, 1),
-        threads=threads,
-        shared_bytes=0,
-        pointers=_operands(STATISTICS),
-        scalars=STATISTICS.pack(eps=problem.norm.eps, count=plan.moments),
-        overlaps=overlaps,
-    )
+    constants = ("kOverlaps", overlaps), ("Acc", acc)
+    blocks, eps = problem.batch * groups, problem.norm.eps
+    statistics = STATISTICS.launch(blocks, threads, constants, overlaps=overlaps, eps=eps, count=plan.moments)
     return replace(plan, launches=(*plan.launches, statistics))
 
 
@@ -205,7 +186,7 @@ class NormProblem:
     groups: int
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, Any]:
         """The numeric arguments that all kernels of the norm take, by name."""
         return {"groups": self.groups, "per_group": self.activation.channels // self.groups}
 
@@ -214,7 +195,7 @@ class NormProblem:
 def plan_normalize(p: NormProblem, device: Device) -> Plan:
     strips = Strips.of(p.activation, device, FLIGHT)  # short strips, FLIGHT vectors per thread
     launch = strips.launch(
-        NORMALIZE, 0, _operands(NORMALIZE), p.numbers,
+        NORMALIZE, 0, {}, p.numbers,
         min_blocks=2 if p.activation.channels_last else 4,  # resident blocks, which limit the registers per thread
         Result=p.result, Parameter=p.parameter,
     )  # fmt: skip
@@ -268,44 +249,29 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
 
 def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
     """Returns the launches of the gradient with one launch per pass."""
-    sums = strips.launch(NORM_SUMS, 2, _operands(NORM_SUMS), p.numbers, Gradient=p.result)
-    coefficients = Launch(
-        kernel="norm_coefficients",
-        constants=(
-            ("kThreads", THREADS),
-            ("kMinBlocks", 1),
-            ("Acc", accumulator(p.activation.dtype)[0]),
-            ("Parameter", SCALARS[p.parameter]),
-        ),
-        grid=(p.activation.batch * p.groups, 1, 1),
-        threads=THREADS,
+    sums = strips.launch(NORM_SUMS, 2, {}, p.numbers, Gradient=p.result)
+    coefficients = NORM_COEFFICIENTS.launch(
+        p.activation.batch * p.groups,
+        THREADS,
+        (("Acc", accumulator(p.activation.dtype)[0]), ("Parameter", SCALARS[p.parameter])),
         shared_bytes=THREADS // 32 * 16,
-        pointers=_operands(NORM_COEFFICIENTS),
-        scalars=NORM_COEFFICIENTS.pack(strips=strips.arguments, **p.numbers),
+        strips=strips.arguments,
+        **p.numbers,
     )
     if not (wanted.input or wanted.bias):
         return [sums, coefficients]
-    operands = _operands(NORM_GRAD, bias_sums=_bias_sums(wanted))
-    grad = strips.launch(NORM_GRAD, 1, operands, p.numbers, Gradient=p.result, Parameter=p.parameter)
+    grad = strips.launch(NORM_GRAD, 1, _bias_sums(wanted), p.numbers, Gradient=p.result, Parameter=p.parameter)
     return [sums, coefficients, grad]
 
 
-def _bias_sums(wanted: Wanted) -> str:
-    return "bias_sums" if wanted.bias else "null"
+def _bias_sums(wanted: Wanted) -> dict[str, str]:
+    return {} if wanted.bias else {"bias_sums": "null"}
 
 
 def _fill(regions: dict[str, int]) -> Launch:
     """Returns the launch that fills the memory through which blocks communicate with ones: "not yet written"."""
     words = (regions["by_channel"] - regions["sums"]) // 16
-    return Launch(
-        kernel="fill",
-        constants=(("kThreads", THREADS), ("kMinBlocks", 1)),
-        grid=(ceil_div(words, THREADS), 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=FILL.pointers(words="sums"),
-        scalars=FILL.pack(count=words),
-    )
+    return FILL.launch(ceil_div(words, THREADS), THREADS, (), {"words": "sums"}, count=words)
 
 
 @dataclass(frozen=True)
@@ -338,11 +304,10 @@ class Once:
         a, strips = p.activation, self.strips
         item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
         threads = 32 * (3 + CONSUMERS)
-        once = Launch(
-            kernel="norm_once",
-            constants=(
-                ("kThreads", threads),
-                ("kMinBlocks", 1),
+        once = NORM_ONCE.launch(
+            self.blocks,
+            threads,
+            (
                 ("kConsumers", CONSUMERS),
                 ("kTableBytes", TABLE_BYTES),
                 ("Scalar", SCALARS[a.dtype]),
@@ -352,12 +317,12 @@ class Once:
                 ("kVector", a.vector),
                 ("kChannelsLast", False),
             ),
-            grid=(self.blocks, 1, 1),
-            threads=threads,
+            _bias_sums(wanted),
             shared_bytes=TABLE_BYTES + self.stages * strips.length * item_bytes,
-            pointers=_operands(NORM_ONCE, bias_sums=_bias_sums(wanted)),
-            scalars=NORM_ONCE.pack(strips=strips.arguments, **p.numbers, stages=self.stages),
             overlaps=True,
+            strips=strips.arguments,
+            **p.numbers,
+            stages=self.stages,
         )
         return [_fill(regions), once]
 
@@ -386,10 +351,9 @@ class Both:
         return cls(strips, units, lag) if lag > rounds else None
 
     def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
-        operands = _operands(NORM_BOTH, bias_sums=_bias_sums(wanted))
         numbers = {**p.numbers, "units": self.units, "lag": self.lag}
         types = {"Gradient": p.result, "Parameter": p.parameter}
-        both = self.strips.launch(NORM_BOTH, 2, operands, numbers, BOTH_BLOCKS, **types)
+        both = self.strips.launch(NORM_BOTH, 2, _bias_sums(wanted), numbers, BOTH_BLOCKS, **types)
         blocks = (self.units + 1) * (self.lag + 2 * p.activation.batch * p.groups)
         return [_fill(regions), replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
 

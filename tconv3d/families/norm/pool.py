@@ -64,8 +64,6 @@ def _launch(arguments: Arguments, p: Pool, written: Triple, own: Constants) -> L
     count = a.batch * a.channels * prod(written) // vector
     triples = {"Window": w.size, "Step": w.step, "Padding": w.padding, "Dilation": w.dilation}
     constants: Constants = (
-        ("kThreads", THREADS),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[a.dtype]),
         ("Acc", accumulator(a.dtype)[0]),
         ("Result", RESULTS[p.result]),
@@ -80,22 +78,17 @@ def _launch(arguments: Arguments, p: Pool, written: Triple, own: Constants) -> L
         ("kWholes", p.wholes),
         *own,
     )
-    return Launch(
-        kernel=arguments.kernel,
-        constants=constants,
-        grid=(-(-count // THREADS), 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        pointers=arguments.pointers(**{name: name for name in arguments.pointer_names}),
-        scalars=arguments.pack(
-            count=count,
-            x_size=p.x_size,
-            y_size=p.y_size,
-            by_w=written[2],
-            by_h=written[1],
-            by_d=written[0],
-            by_channels=a.channels // vector if a.channels_last else 1,
-            batch=a.batch,
-            channels=a.channels,
-        ),
+    return arguments.launch(
+        -(-count // THREADS),
+        THREADS,
+        constants,
+        count=count,
+        x_size=p.x_size,
+        y_size=p.y_size,
+        by_w=written[2],
+        by_h=written[1],
+        by_d=written[0],
+        by_channels=a.channels // vector if a.channels_last else 1,
+        batch=a.batch,
+        channels=a.channels,
     )

@@ -41,8 +41,7 @@ def plan_sums(p: TailProblem, device: Device) -> tuple[Plan, int]:
 def _plan(
     arguments: Arguments, p: TailProblem, strips: Strips, sums: int, expression: tuple[str, str], **types: str
 ) -> Plan:
-    pointers = arguments.pointers(**{name: name for name in arguments.pointer_names})
-    launch = strips.launch(arguments, sums, pointers, {}, 2, **types)
+    launch = strips.launch(arguments, sums, {}, {}, 2, **types)
     constants = (expression, ("kVectors", p.vectors), ("kWholes", p.wholes))
     launch = replace(launch, constants=(*launch.constants, *constants))
     return Plan(arguments.kernel, "every operand is read once", (launch,))

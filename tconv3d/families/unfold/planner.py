@@ -14,7 +14,6 @@ dy in a block's shared memory.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -178,10 +177,15 @@ def _last(first: float, many: int, second: float, more: int, workers: int) -> fl
     """Returns the cycle in which the last block ends: `many` blocks of `first` cycles, then `more` blocks of `second`
     cycles, each on the multiprocessor that becomes free first."""
     rounds, rest = divmod(many, workers)
-    busy = [rounds * first] * (workers - rest) + [(rounds + 1) * first] * rest  # sorted, hence a heap
-    for _ in range(more):
-        heapq.heapreplace(busy, busy[0] + second)
-    return max(busy)
+    # Multiprocessors that become free at the same time get blocks at the same time, so that there are two groups.
+    ends, counts = [rounds * first, (rounds + 1) * first], (workers - rest, rest)
+    last = ends[1] if rest else ends[0]
+    while more > 0:
+        group = 1 if rest and ends[1] < ends[0] else 0
+        ends[group] += second
+        last = max(last, ends[group])
+        more -= counts[group]
+    return last
 
 
 def _parts(o: Operands, tiling: Tiling, bands: int) -> list[tuple[str, int, int]]:
@@ -404,11 +408,10 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
 def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool) -> Launch:
     o, g = slices.operands, p.geometry
     of_x = -(-(-(-g.in_channels // 8) * o.chunks_w) // (UNFOLD_THREADS // 32 * AT_ONCE))
-    return Launch(
-        kernel="unfold",
-        constants=(
-            ("kThreads", UNFOLD_THREADS),
-            ("kMinBlocks", 1),
+    return UNFOLD.launch(
+        slices.blocks + of_x,
+        UNFOLD_THREADS,
+        (
             ("kIn", g.in_channels),
             ("kOut", g.out_channels),
             ("kChannels", slices.channels),
@@ -416,37 +419,27 @@ def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool
             ("kBias", bias),
             *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
         ),
-        grid=(slices.blocks + of_x, 1, 1),
-        threads=UNFOLD_THREADS,
+        {"x_panels": "x panels", "position_panels": "position panels", "bias_parts": "db parts" if bias else "null"},
         shared_bytes=slices.bytes,
-        pointers=UNFOLD.pointers(
-            dy="dy",
-            x="x",
-            x_panels="x panels",
-            position_panels="position panels",
-            bias_parts="db parts" if bias else "null",
-        ),
-        scalars=UNFOLD.pack(
-            image=slices.image,
-            output=p.output_size,
-            batch=o.batch,
-            positions=o.positions,
-            pitch=o.pitch,
-            panel_rows=o.panel_rows,
-            lines=slices.lines,
-            slices=slices.count,
-            unfolding=slices.blocks,
-            first_item=band.first_item,
-            first_line=band.first_line,
-            item_positions=band.volume.positions,
-            first_slice=first_slice,
-            last=band.last,
-            by_in_h=o.size[1],
-            by_in_w=o.size[2],
-            by_image_h=slices.image[1],
-            by_image_w=slices.image[2],
-            by_item_eighths=o.pitch // 8,
-        ),
+        image=slices.image,
+        output=p.output_size,
+        batch=o.batch,
+        positions=o.positions,
+        pitch=o.pitch,
+        panel_rows=o.panel_rows,
+        lines=slices.lines,
+        slices=slices.count,
+        unfolding=slices.blocks,
+        first_item=band.first_item,
+        first_line=band.first_line,
+        item_positions=band.volume.positions,
+        first_slice=first_slice,
+        last=band.last,
+        by_in_h=o.size[1],
+        by_in_w=o.size[2],
+        by_image_h=slices.image[1],
+        by_image_w=slices.image[2],
+        by_item_eighths=o.pitch // 8,
     )
 
 
@@ -455,11 +448,10 @@ def _products(band: Band, tiling: Tiling, index: int, parts: list[str], device: 
     o, g = band.operands, band.volume.geometry
     blocks_x, blocks_w = tiling.blocks(o)
     stages = tiling.stages(device)
-    return Launch(
-        kernel="unfolded_products",
-        constants=(
-            ("kThreads", 128 * (tiling.consumers + 1)),
-            ("kMinBlocks", 1),
+    return UNFOLDED_PRODUCTS.launch(
+        blocks_x + blocks_w,
+        128 * (tiling.consumers + 1),
+        (
             ("kTerms", o.terms),
             ("kConsumers", tiling.consumers),
             ("kColumnsX", tiling.columns_x),
@@ -468,33 +460,28 @@ def _products(band: Band, tiling: Tiling, index: int, parts: list[str], device: 
             ("kProducerRegisters", REGISTERS[tiling.consumers][0]),
             ("kConsumerRegisters", REGISTERS[tiling.consumers][1]),
         ),
-        grid=(blocks_x + blocks_w, 1, 1),
-        threads=128 * (tiling.consumers + 1),
+        {
+            "position_panels": "position panels",
+            "x_panels": "x panels",
+            "dx": "dx parts" if "dx" in parts else "dx",
+            "dw": "dw parts" if "dw" in parts else "dw",
+        },
         shared_bytes=stages * (tiling.stage_bytes + 16),
-        pointers=UNFOLDED_PRODUCTS.pointers(
-            weight="weight",
-            position_panels="position panels",
-            x_panels="x panels",
-            dx="dx parts" if "dx" in parts else "dx",
-            dw="dw parts" if "dw" in parts else "dw",
-        ),
-        scalars=UNFOLDED_PRODUCTS.pack(
-            dx_pitch=round_up(band.volume.batch * g.in_channels * band.volume.positions, 4),
-            dw_pitch=round_up(g.in_channels * o.terms, 4),
-            dx_first=band.first_column,
-            rows=g.in_channels,
-            positions=o.positions,
-            pitch=o.pitch,
-            item_positions=band.volume.positions,
-            columns=o.columns_x,
-            panel_rows=o.panel_rows,
-            chunks_x=o.chunks_x,
-            chunks_w=o.chunks_w,
-            portions_x=tiling.portions_x,
-            portions_w=tiling.portions_w,
-            first_portion=tiling.portions_w * index,
-            blocks_x=blocks_x,
-            by_pitch=o.pitch,
-        ),
         overlaps=True,
+        dx_pitch=round_up(band.volume.batch * g.in_channels * band.volume.positions, 4),
+        dw_pitch=round_up(g.in_channels * o.terms, 4),
+        dx_first=band.first_column,
+        rows=g.in_channels,
+        positions=o.positions,
+        pitch=o.pitch,
+        item_positions=band.volume.positions,
+        columns=o.columns_x,
+        panel_rows=o.panel_rows,
+        chunks_x=o.chunks_x,
+        chunks_w=o.chunks_w,
+        portions_x=tiling.portions_x,
+        portions_w=tiling.portions_w,
+        first_portion=tiling.portions_w * index,
+        blocks_x=blocks_x,
+        by_pitch=o.pitch,
     )

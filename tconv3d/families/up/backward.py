@@ -300,19 +300,16 @@ def backward_sizes(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> dict
 def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
     size = p.input_size
     registers = REGISTERS_OF_THREE if p.geometry.kernel[2] == 3 else REGISTERS[p.item_bytes]
-    return Launch(
-        kernel="up_backward",
-        constants=constants_of(p, tiling, registers),
-        grid=(tiling.kinds * parts.splits, 1, 1),
-        threads=THREADS,
+    return UP_BACKWARD.launch(
+        tiling.kinds * parts.splits,
+        THREADS,
+        constants_of(p, tiling, registers),
+        backward_operands(parts),
         shared_bytes=tiling.shared_bytes,
-        pointers=UP_BACKWARD.pointers(**backward_operands(parts)),
-        scalars=UP_BACKWARD.pack(
-            **backward_sizes(p, q, tiling, parts),
-            pieces=pieces_of(p),
-            vectors=_vectors(p, q),
-            **per_axis("by", (size[0], size[1], size[2] * p.geometry.kernel[2] * p.item_bytes // 16)),
-        ),
+        **backward_sizes(p, q, tiling, parts),
+        pieces=pieces_of(p),
+        vectors=_vectors(p, q),
+        **per_axis("by", (size[0], size[1], size[2] * p.geometry.kernel[2] * p.item_bytes // 16)),
     )
 
 
@@ -320,8 +317,6 @@ def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) ->
     g = p.geometry
     producer, input_grad, weight_grad = registers
     return (
-        ("kThreads", THREADS),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),

@@ -146,14 +146,13 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
 
 def _main(p: Problem, q: Problem, weight: str, tiling: Tiling, parts: Parts) -> Launch:
     size = p.input_size
-    return Launch(
-        kernel="up_backward_last",
-        constants=constants_of(p, tiling, REGISTERS),
-        grid=(tiling.kinds * parts.splits, 1, 1),
-        threads=THREADS,
+    return UP_BACKWARD_LAST.launch(
+        tiling.kinds * parts.splits,
+        THREADS,
+        constants_of(p, tiling, REGISTERS),
+        backward_operands(parts, weight),
         shared_bytes=tiling.shared_bytes,
-        pointers=UP_BACKWARD_LAST.pointers(**backward_operands(parts, weight)),
-        scalars=UP_BACKWARD_LAST.pack(
-            **backward_sizes(p, q, tiling, parts), positions=p.batch * prod(size), **per_axis("by", size)
-        ),
+        **backward_sizes(p, q, tiling, parts),
+        positions=p.batch * prod(size),
+        **per_axis("by", size),
     )

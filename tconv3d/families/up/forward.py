@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2, prod
+from typing import Any
 
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
@@ -311,55 +312,40 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
     """Returns the main launch. `packed` tells whether up_pack has already reordered the weight."""
     registers = ("kProducerRegisters", REGISTERS[0]), ("kConsumerRegisters", REGISTERS[1])
-    return Launch(
-        kernel="up",
-        constants=(("kThreads", THREADS), *_constants(p, tiling), ("kPacked", packed), *registers),
-        grid=(tiling.kinds * splits, 1, 1),
-        threads=THREADS,
+    return UP.launch(
+        tiling.kinds * splits,
+        THREADS,
+        (*_constants(p, tiling), ("kPacked", packed), *registers),
+        {"weight": "workspace" if packed else "weight"},
         shared_bytes=tiling.shared_bytes,
-        pointers=UP.pointers(x="x", weight="workspace" if packed else "weight", bias="bias", y="y"),
-        scalars=_scalars(p, splits),
         overlaps=packed,
+        **_values(p, splits),
     )
 
 
 def _pack(p: Problem, tiling: Tiling) -> Launch:
     """Returns the launch that writes the weight in the order of shared memory, which does not depend on the
     volume."""
-    return Launch(
-        kernel="up_pack",
-        constants=(("kThreads", PACK_THREADS), *_constants(p, tiling)),
-        grid=(tiling.kinds * tiling.chunks, 1, 1),
-        threads=PACK_THREADS,
-        shared_bytes=0,
-        pointers=UP_PACK.pointers(x="null", weight="weight", bias="null", y="workspace"),
-        scalars=_scalars(replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5), 1),
-    )
+    operands = {"x": "null", "bias": "null", "y": "workspace"}
+    values = _values(replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5), 1)
+    return UP_PACK.launch(tiling.kinds * tiling.chunks, PACK_THREADS, _constants(p, tiling), operands, **values)
 
 
-def _scalars(p: Problem, splits: int) -> bytes:
+def _values(p: Problem, splits: int) -> dict[str, Any]:
+    """Returns the arguments other than pointers."""
     size, tiles = p.input_size, tiles_of(p)
     weight = (
         p.geometry.out_channels * p.geometry.taps,
         *((1, 0, 0, p.geometry.out_channels) if _weight(p) == "last" else (p.geometry.taps, 0, 0, 1)),
     )
-    return UP.pack(
-        x_strides=p.input,
-        y_strides=p.output,
-        w_strides=weight,
-        positions=prod(size),
-        tiles=tiles,
-        splits=splits,
-        by_tiles=tiles // p.batch,
-        by_h=size[1],
-        by_w=size[2],
-    )
+    strides = {"x_strides": p.input, "y_strides": p.output, "w_strides": weight}
+    counts = {"positions": prod(size), "tiles": tiles, "splits": splits, "by_tiles": tiles // p.batch}
+    return {**strides, **counts, "by_h": size[1], "by_w": size[2]}
 
 
 def _constants(p: Problem, tiling: Tiling) -> Constants:
     g = p.geometry
     return (
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("Epilogue", p.activation),
         ("kIn", g.in_channels),

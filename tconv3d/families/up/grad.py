@@ -259,11 +259,10 @@ def _round_up(size: int) -> int:
 
 def _main(p: Problem, tiling: Tiling, work: Work, result: str, dw_pitch: int, db_pitch: int) -> Launch:
     size, bias = p.input_size, p.bias and tiling.weight
-    return Launch(
-        kernel="up_grad",
-        constants=(
-            ("kThreads", THREADS),
-            ("kMinBlocks", 1),
+    return UP_GRAD.launch(
+        work.blocks,
+        THREADS,
+        (
             ("kWeightGrad", tiling.weight),
             ("kBias", bias),
             *_operand_constants(tiling),
@@ -273,24 +272,18 @@ def _main(p: Problem, tiling: Tiling, work: Work, result: str, dw_pitch: int, db
             ("kProducerRegisters", REGISTERS[0]),
             ("kConsumerRegisters", REGISTERS[1]),
         ),
-        grid=(work.blocks, 1, 1),
-        threads=THREADS,
+        {"packed": "workspace", "result": result, "bias_parts": "db parts" if bias else "null"},
         shared_bytes=tiling.shared_bytes,
-        pointers=UP_GRAD.pointers(
-            dy="dy", packed="workspace", result=result, bias_parts="db parts" if bias else "null"
-        ),
-        scalars=UP_GRAD.pack(
-            dy_strides=p.output,
-            dx_strides=p.input,
-            dw_pitch=dw_pitch,
-            db_pitch=db_pitch,
-            tiles=work.tiles,
-            sharers=work.sharers,
-            pieces=pieces_of(p),
-            chunks=work.chunks,
-            **per_axis("by", (size[0], size[1], size[2] // 2)),
-        ),
         overlaps=True,
+        dy_strides=p.output,
+        dx_strides=p.input,
+        dw_pitch=dw_pitch,
+        db_pitch=db_pitch,
+        tiles=work.tiles,
+        sharers=work.sharers,
+        pieces=pieces_of(p),
+        chunks=work.chunks,
+        **per_axis("by", (size[0], size[1], size[2] // 2)),
     )
 
 
@@ -307,22 +300,18 @@ def _pack(p: Problem, device: Device, tiling: Tiling, work: Work) -> Launch:
         strides, item, items = p.input[:2], prod(p.input_size) // 2, p.batch
     else:
         strides, item, items = (0, g.out_channels * g.taps), g.out_channels * g.taps // 2, 1
-    return Launch(
-        kernel="up_grad_pack",
-        constants=(("kThreads", PACK_THREADS), ("kMinBlocks", 1), *_operand_constants(tiling)),
-        grid=(min(-(-units // PACK_THREADS), PACK_BLOCKS * device.multiprocessors), 1, 1),
-        threads=PACK_THREADS,
-        shared_bytes=0,
-        pointers=UP_GRAD_PACK.pointers(**{"from": "x" if tiling.weight else "weight"}, to="workspace"),
-        scalars=UP_GRAD_PACK.pack(
-            item_stride=strides[0],
-            channel_stride=strides[1],
-            pairs=items * item,
-            units=units,
-            vectors=item % 4 == 0 and all(stride % 4 == 0 for stride in strides),
-            by_item=item,
-            by_panel=tiling.columns * STEPS,
-            by_chunks=chunks,
-        ),
+    return UP_GRAD_PACK.launch(
+        min(-(-units // PACK_THREADS), PACK_BLOCKS * device.multiprocessors),
+        PACK_THREADS,
+        _operand_constants(tiling),
+        {"from": "x" if tiling.weight else "weight", "to": "workspace"},
         overlaps=True,
+        item_stride=strides[0],
+        channel_stride=strides[1],
+        pairs=items * item,
+        units=units,
+        vectors=item % 4 == 0 and all(stride % 4 == 0 for stride in strides),
+        by_item=item,
+        by_panel=tiling.columns * STEPS,
+        by_chunks=chunks,
     )

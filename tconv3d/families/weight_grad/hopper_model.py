@@ -6,7 +6,6 @@ The number of parts of the positions (split-K) follows from the prediction. hopp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -61,8 +60,7 @@ RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
 # ---- Predicted times in cycles per multiprocessor.
 
 
-@dataclass(frozen=True)
-class StepWork:
+class StepWork(NamedTuple):
     """Predicted cycles of the activities of one step of one launch."""
 
     products: float  # cycles of tensor cores, with their waits for shared memory
@@ -75,7 +73,8 @@ class StepWork:
     @property
     def cycles(self) -> float:
         parts = (self.products, self.copying, self.turning, self.memory)
-        return max(parts) + self.overlap * (sum(parts) - max(parts)) + self.overhead
+        longest = max(parts)
+        return longest + self.overlap * (sum(parts) - longest) + self.overhead
 
     @property
     def coming(self) -> float:
@@ -85,11 +84,12 @@ class StepWork:
 
 def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0) -> StepWork:
     """Predicts one step. `conflicts`, if not 0, replaces `made.conflicts`."""
-    contents, tiling, box = made.contents, made.tiling, made.box
-    share, costs = tiling.share, costs_of(layer, piece)
-    items = 2 * box.k_rows * share.consumers * tiling.row_tiles
-    planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
-    words_x, words_y = box.k_rows * 32 * tiling.columns, planes * contents.slots * piece.vector * tiling.out_tile
+    contents = made.contents
+    tiling, box, k_rows = contents.tiling, contents.box, contents.box.k_rows
+    share, costs, turners = tiling.share, costs_of(layer, piece), layer.turners(tiling.share)
+    items = 2 * k_rows * share.consumers * tiling.row_tiles
+    planes = box.d * tiling.planes[0]
+    words_x, words_y = k_rows * 32 * tiling.columns, planes * contents.slots * piece.vector * tiling.out_tile
     turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
     stride = 1 if isinstance(piece, Lines) else piece.stride
     phases = len(piece.offsets)  # phases that taps read; unused phases lie between them in memory
@@ -98,9 +98,8 @@ def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0)
     return StepWork(
         products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, conflicts or made.conflicts)
         + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
-        copying=_copy_cycles(layer, contents, piece, planes) / (4 * share.producers - layer.turners(share))
-        + costs.copying,
-        turning=costs.turning * box.k_rows * tiling.columns / JOB_CHANNELS / layer.turners(share) if turned else 0.0,
+        copying=_copy_cycles(layer, contents, piece, planes) / (4 * share.producers - turners) + costs.copying,
+        turning=costs.turning * k_rows * tiling.columns / JOB_CHANNELS / turners if turned else 0.0,
         memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < contents.ahead + 3 else 1.0),
         overlap=costs.overlap,
         overhead=costs.step,
@@ -109,10 +108,10 @@ def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0)
 
 def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> float:
     """Returns the cycles that one producer warp alone would take to copy a step's x and dy."""
-    costs, jobs_x = costs_of(layer, piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
-    together = made.table_planes
+    costs, k_rows, together = costs_of(layer, piece), made.box.k_rows, made.table_planes
+    jobs_x = k_rows * made.tiling.columns / JOB_CHANNELS
     blocks_y = planes // together * -(-made.slots * together // (32 if piece.lines else 16))
-    x = costs.x_row * made.box.k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
+    x = costs.x_row * k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
     elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
     return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
 
@@ -128,8 +127,11 @@ def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts:
 def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) -> float:
     """Predicts the cycles that the blocks of one kind take in total for one batch item of a volume."""
     d, h, w = made.box.count(size, layer.per_word)
-    works = [step_work(layer, made, piece, conflicts) for piece in made.tiling.pieces]
-    return h * w * sum(d * work.cycles + made.contents.ahead * work.coming for work in works)
+    cycles = 0.0
+    for piece, count in made.tiling.unlike_pieces:
+        work = step_work(layer, made, piece, conflicts)
+        cycles += count * (d * work.cycles + made.contents.ahead * work.coming)
+    return h * w * cycles
 
 
 def steps_of(batch: int, size: Triple, layer: Layer, box: Box) -> int:
@@ -140,7 +142,9 @@ def cycles_by_splits(layer: Layer, made: Buffers, batch: int, size: Triple, devi
     """Returns a function that predicts the cycles of all steps for a number of parts: blocks run in waves, and parts
     are added afterwards."""
     steps, depths = steps_of(batch, size, layer, made.box), made.box.count(size, layer.per_word)[0]
-    work = max((step_work(layer, made, piece) for piece in made.tiling.pieces), key=lambda work: work.cycles)
+    work = max(
+        (step_work(layer, made, piece) for piece, _ in made.tiling.unlike_pieces), key=lambda work: work.cycles
+    )
     step, ahead, coming = work.cycles, made.contents.ahead, work.coming
     kinds, elements = made.tiling.kinds(layer.geometry), elements_of(layer.geometry)
     block = costs_of(layer, made.tiling.pieces[0]).block

@@ -13,6 +13,7 @@ from heapq import nsmallest
 from itertools import product
 from math import inf, prod
 from operator import itemgetter
+from typing import Any
 
 from ...planning.geometry import Geometry, Triple
 from ...planning.problem import Device, volume_kind
@@ -29,6 +30,8 @@ OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and oper
 MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
 # The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
+MOST_PAIRS = 32 * MAX_ROW_TILES * max(share.consumers for share in SHARES)  # most pairs of rows of a block
+MOST_REGISTERS = max(share.consumer for share in SHARES)  # most registers of a consumer thread
 ROUGH_BYTES = 28.0  # bytes copied per multiprocessor and cycle, for the rough cost of a candidate
 
 
@@ -53,7 +56,7 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
     # A box without padding and without bank conflicts gives a lower bound of the cost of the box.
-    bare = [made for box in boxes(size, layer.per_word) for made in Contents(tiling, box).padded(room)]
+    bare = [made for box in boxes(size, layer.per_word) for made in Contents.of(tiling, box).padded(room)]
     least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare}
     best, cost = None, inf
     for box in sorted(least, key=lambda box: least[box]):
@@ -76,7 +79,8 @@ NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 def tilings(layer: Layer, device: Device, count: int = 1) -> tuple[Tiling, ...]:
     """Returns the `count` tilings with the least predicted cycles for the NOMINAL volume, the fastest first."""
     costs: list[tuple[float, Tiling]] = []
-    for _, _, tiling in nsmallest(max(24, 2 * count), candidates(layer)):
+    for _, _, arguments in nsmallest(max(24, 2 * count), candidates(layer)):
+        tiling = Tiling(*arguments)
         made = [found for box in NOMINAL_BOXES if (found := buffers(tiling, box, device.shared_bytes))]
         if made:
             each = min(box_cost(layer, m, NOMINAL) for m in made)
@@ -107,45 +111,54 @@ def _divisions(channels: int, multiple: int, most: int) -> list[int]:
     return sorted({size for parts in range(1, units + 1) if (size := -(-units // parts) * multiple) <= most})
 
 
-def candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
-    """Yields tilings that fit the registers, each after a rough cost per position, without halos, and a unique number
-    that breaks ties."""
+def candidates(layer: Layer) -> Iterator[tuple[float, int, tuple[Any, ...]]]:
+    """Yields the arguments of tilings that fit the registers, after a rough cost per position, without halos, and a
+    unique number that breaks ties."""
     g, number = layer.geometry, 0
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(pieces_of(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
         taps = max(len(piece.taps) for piece in pieces)
-        fragments = [max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2)]
+        fragments = tuple(max(p.registers(depth) for p in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2))
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
         kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))
         planes *= g.stride[2] if pieces[0].lines else 1
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
+        cycles: dict[tuple[int, int], list[float]] = {}  # cycles of an item of each piece by columns and depth
         for columns, out_tile in channels:
+            pairs, sums = rows * (out_tile // 2), taps * columns // 2
+            if pairs > MOST_PAIRS or sums + 2 + min(fragments) > MOST_REGISTERS:
+                continue
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
             copied = 64 * (columns + 1.3 * out_tile * planes) / ROUGH_BYTES
-            for row_tiles, depth, share in _shares(rows * (out_tile // 2), taps * columns // 2, fragments):
+            of_consumers = tuple([-(-pairs // (32 * consumers)) for consumers, _ in _SHARES_OF])
+            for row_tiles, depth, share in _shares(of_consumers, sums, fragments):
                 if share.consumers > 2 and (layer.per_word == 2 or layer.slow):
                     continue  # Two consumer warpgroups already saturate shared memory or the producers.
                 tiles = share.consumers * row_tiles
                 if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                     continue
-                items = [tiles * item_cycles(costs_of(layer, piece), piece, columns, depth) for piece in pieces]
-                cost = sum(max(item, copied) + 0.1 * copied for item in items)
+                if (columns, depth) not in cycles:
+                    each = [item_cycles(costs_of(layer, piece), piece, columns, depth) for piece in pieces]
+                    cycles[columns, depth] = each
+                cost = sum([max(tiles * item, copied) + 0.1 * copied for item in cycles[columns, depth]])
                 number += 1
-                yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share)
+                yield cost * blocks, number, (columns, out_tile, rows_d, rows_h, pieces, depth, share)
 
 
-def _shares(pairs: int, sums: int, fragments: list[int]) -> Iterator[tuple[int, int, Share]]:
-    """Yields row tiles per warpgroup, sets of operands and register shares for `pairs` rows of two channels each."""
-    for consumers, shares in _SHARES_OF:
-        row_tiles = -(-pairs // (32 * consumers))
-        if row_tiles > MAX_ROW_TILES:
+@lru_cache(maxsize=4096)
+def _shares(row_tiles: tuple[int, ...], sums: int, fragments: tuple[int, ...]) -> list[tuple[int, int, Share]]:
+    """Returns row tiles per warpgroup, sets of operands and register shares, for row tiles in order of _SHARES_OF."""
+    found = []
+    for tiles, (_, shares) in zip(row_tiles, _SHARES_OF, strict=True):
+        if tiles > MAX_ROW_TILES:
             continue
-        needs = [held + row_tiles * (sums + 2) for held in fragments]
+        needs = [held + tiles * (sums + 2) for held in fragments]
         fits = [(depth, share) for depth, need in enumerate(needs, 1) for share in shares if need <= share.consumer]
         # For each number of producer warpgroups, the most sets of operands that fit are taken.
         ways = {share.producers: (depth, share) for depth, share in fits}
-        yield from ((row_tiles, depth, share) for depth, share in ways.values())
+        found += [(tiles, depth, share) for depth, share in ways.values()]
+    return found
 
 
 def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:

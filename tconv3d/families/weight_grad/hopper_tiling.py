@@ -6,6 +6,7 @@ in shared memory. This module predicts no times. hopper.py explains the terms.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -122,6 +123,18 @@ class Tiling:
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
 
     @cached_property
+    def unlike_pieces(self) -> tuple[tuple[Words, int], ...]:
+        """Pieces that differ in what the predicted time of a launch depends on, each with the number of its like."""
+        first: dict[tuple[object, ...], Words] = {}
+        count: Counter[tuple[object, ...]] = Counter()
+        for piece in self.pieces:
+            stride = 1 if isinstance(piece, Lines) else piece.stride
+            key = (len(piece.taps), piece.vectors, len(piece.offsets), piece.vector, piece.lines, stride)
+            first.setdefault(key, piece)
+            count[key] += 1
+        return tuple((piece, count[key]) for key, piece in first.items())
+
+    @cached_property
     def reach(self) -> tuple[int, int]:
         """Largest shifts of taps along d and along h, in positions."""
         return max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
@@ -170,48 +183,34 @@ class Box(segments.Box):
         return -(-self.segments // ROW_SEGMENTS)
 
 
-@dataclass(frozen=True)
-class Contents:
+class Contents(NamedTuple):
     """The sizes in shared memory of a tiling with a box that do not depend on padding against bank conflicts."""
 
     tiling: Tiling
     box: Box
+    lines: int
+    line_words: int
+    ahead: int
+    slots: int  # copies that bring one channel (or pair) of dy at one index along d
+    table_planes: int  # planes along d whose slots are in the table: small planes are copied several at a time
+    beside: int  # bytes of shared memory for stages of x, tables and barriers: all but the groups of sheets
 
-    @cached_property
-    def lines(self) -> int:
-        return self.box.h * self.tiling.pieces[0].at_once + self.tiling.reach[1]
-
-    @cached_property
-    def line_words(self) -> int:
-        return max(piece.line_words(self.box.w) for piece in self.tiling.pieces)
+    @classmethod
+    def of(cls, tiling: Tiling, box: Box) -> Contents:
+        pieces, (reach_d, reach_h), (d, h, w), k_rows = tiling.pieces, tiling.reach, tiling.planes, box.k_rows
+        lines = box.h * pieces[0].at_once + reach_h
+        line_words = max([piece.line_words(box.w) for piece in pieces])
+        slots = h * lines * w * line_words // pieces[0].vector
+        table_planes = box.d * d if pieces[0].at_once > 1 else 1
+        tables = 16 * slots * table_planes + 16 * k_rows * ROW_SEGMENTS
+        beside = tiling.stages * k_rows * tiling.columns * 128 + tables + 8 * 3 * tiling.stages
+        return cls(tiling, box, lines, line_words, -(-reach_d // box.d), slots, table_planes, beside)
 
     @property
     def segment_words(self) -> int:
         """Words of dy in shared memory from one segment to the next."""
         piece = self.tiling.pieces[0]
         return SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
-
-    @cached_property
-    def ahead(self) -> int:
-        return -(-self.tiling.reach[0] // self.box.d)
-
-    @cached_property
-    def slots(self) -> int:
-        """Copies that bring one channel (or pair) of dy at one index along d."""
-        _, h, w = self.tiling.planes
-        return h * self.lines * w * self.line_words // self.tiling.pieces[0].vector
-
-    @property
-    def table_planes(self) -> int:
-        """Planes along d whose slots are in the table: small planes are copied several at a time."""
-        return self.box.d * self.tiling.planes[0] if self.tiling.pieces[0].at_once > 1 else 1
-
-    @cached_property
-    def beside(self) -> int:
-        """Bytes of shared memory for stages of x, tables and barriers: all but the groups of sheets."""
-        stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
-        tables = 16 * self.slots * self.table_planes + 16 * self.box.k_rows * ROW_SEGMENTS
-        return stages + tables + 8 * 3 * self.tiling.stages
 
     def group_bytes(self, pair_pitch: int) -> int:
         """Returns the bytes of a group of sheets and its two barriers."""
@@ -239,8 +238,7 @@ class Contents:
                     yield Buffers(self, line_pitch, plane_pitch, pair_pitch + skew, groups)
 
 
-@dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Shared memory of a tiling with a box. Pitches are in words and include padding against bank conflicts."""
 
     contents: Contents
@@ -290,7 +288,7 @@ def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     """Returns the buffers with the padding that causes the fewest bank conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
     best, fewest = None, inf
-    for made in Contents(tiling, box).padded(room, pads, range(0, 32, 4)):
+    for made in Contents.of(tiling, box).padded(room, pads, range(0, 32, 4)):
         conflicts = made.conflicts
         if conflicts < fewest:
             best, fewest = made, conflicts

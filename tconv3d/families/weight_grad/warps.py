@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import inf, prod
+from operator import itemgetter
 
 from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
@@ -31,6 +32,7 @@ from .segments import SEGMENT, Box, vector_of, wide
 from .warps_tiling import Buffers, Layer, Planes, Tiling, best_wide_box, boxes, copied_words, plane_words
 
 CHUNK = 4  # segments that a warp multiplies at a time
+SEGMENTS = (8, 16, 32, 64)  # segments of a tile to try
 REGISTERS = 65536  # 32-bit registers of a multiprocessor
 # Registers of a thread besides sums and fragments of x, without and with loads in flight.
 REGISTERS_ASYNC, REGISTERS_SYNC = 44, 56
@@ -43,6 +45,7 @@ CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four s
 L2_BYTES_PER_CYCLE = 24.0
 LATENCY = 700.0  # cycles until a job's loads arrive
 TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
+ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 # Strict float32, counted in the source of the kernel and not measured.
 SPLITTING = 6  # instructions that split a word into its high and its low half
 ADDING = 5  # instructions that add one sum of a chunk to its total and keep the rounding error
@@ -51,10 +54,16 @@ ADDING = 5  # instructions that add one sum of a chunk to its total and keep the
 # ---- The choice of a tiling.
 
 
-def _candidates(layer: Layer) -> Iterator[Tiling]:
+def _candidates(layer: Layer) -> Iterator[tuple[Tiling, list[int]]]:
+    """Yields tilings with the most segments of a tile, and all numbers of segments that each may have."""
     g = layer.geometry
     tiles_in, tiles_out = -(-g.in_per_group // 16), -(-g.out_per_group // 8)
     taps = len(layer.pieces[0])
+    block_rows = [
+        (d, h)
+        for d, h in product(range(1, min(g.kernel[0], 5) + 1), range(1, min(g.kernel[1], 8) + 1))
+        if not (g.kernel[0] % d or g.kernel[1] % h)  # else the last block would have empty rows
+    ]
     for (warps, blocks), ti, to in product(
         ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
     ):
@@ -70,20 +79,19 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
         for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
             if warps % (wi * wo * wr) or (wi - 1) * ti >= tiles_in or (wo - 1) * to >= tiles_out:
                 continue
-            for rows_d, rows_h in product(range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)):
-                if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr or (rows_d > 5 or rows_h > 8):
+            slices = warps // (wi * wo * wr)
+            sizes = [segments for segments in SEGMENTS if segments % (CHUNK * slices) == 0]
+            for rows_d, rows_h in block_rows if sizes else ():
+                rows = -(-rows_d * rows_h // wr)
+                if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr:
                     continue
-                if g.kernel[0] % rows_d or g.kernel[1] % rows_h:  # The last block would have empty rows.
+                if per_tile * rows * taps * ti * to + rows + others > room:
                     continue
-                for segments, stages in product((8, 16, 32, 64), (3,) if layer.asynchronous else (2,)):
-                    slices = warps // (wi * wo * wr)
-                    if segments % (CHUNK * slices):
-                        continue
-                    tiling = Tiling(
-                        warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2
-                    )
-                    if per_tile * tiling.tiles(taps) + tiling.rows + others <= room:
-                        yield tiling
+                stages = 3 if layer.asynchronous else 2
+                yield (
+                    Tiling(warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, sizes[-1], stages, stages > 2),
+                    sizes,
+                )
 
 
 def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
@@ -131,16 +139,21 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
 def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[float, ...]:
     """Returns the cycles of tensor cores, shared memory, issue slots, L2 and exposed latency, for one tile of every
     block of a multiprocessor."""
-    g = layer.geometry
-    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, box.segments)
-    jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
+    jobs = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
+    words = copied_words(layer.geometry, planes, tiling.block_rows, box)
+    return _parts(layer, planes, tiling, box.segments, jobs, words)
+
+
+def _parts(
+    layer: Layer, planes: Planes, tiling: Tiling, segments: int, all_jobs: tuple[float, float], words: float
+) -> tuple[float, ...]:
+    """Returns the parts of `_tile_parts` for jobs of x and of dy, and words that are copied of a channel of dy."""
+    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, segments)
+    jobs_x, jobs_y = all_jobs
     jobs = tiling.blocks * (jobs_x + jobs_y)
     loads_x, loads_y = layer.loads(tiling)
     loaded = jobs_x * loads_x * max(1, layer.vector_x) + jobs_y * loads_y * max(1, layer.vector_y)
-    copied = (
-        box.segments * SEGMENT * tiling.block_in(g)
-        + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
-    )
+    copied = segments * SEGMENT * tiling.block_in(layer.geometry) + words * tiling.block_out
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
     return (
         multiplying,
@@ -151,10 +164,30 @@ def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple
     )
 
 
+@lru_cache(maxsize=1024)
+def _least_of_segment(layer: Layer, planes: Planes, rows: tuple[int, int]) -> tuple[float, float]:
+    """Returns the fewest loads and the fewest copied words per segment and channel of dy, for blocks of `rows`."""
+    loads, words = [], []
+    for segments in SEGMENTS:
+        box = best_wide_box(layer.geometry, planes, rows, segments)
+        along_d, along_h = box.lines(layer.geometry, rows)
+        line = -(-planes.line_words(box.w) // max(1, layer.vector_y)) * len(planes.offsets)
+        loads.append(along_d * along_h * line / segments)
+        words.append(copied_words(layer.geometry, planes, rows, box) / segments)
+    return min(loads), min(words)
+
+
 def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
-    """Returns a lower bound of `_cost` that is cheap to compute, since it leaves out all copies."""
-    cycles = _joined(*_warp_cycles(layer, planes, tiling, tiling.segments))
-    return cycles / (tiling.blocks * tiling.segments) * tiling.kinds(layer.geometry)
+    """Returns a lower bound of `_cost` for this and all smaller numbers of segments."""
+    g, lanes, segments = layer.geometry, 4 if layer.channels_last else 1, tiling.segments
+    loads, words = _least_of_segment(layer, planes, tiling.block_rows)
+    loads_x, loads_y = layer.loads(tiling)
+    jobs = (
+        segments * SEGMENT / max(1, layer.vector_x) * lanes / 32 * -(-tiling.block_in(g) // (lanes * loads_x)),
+        segments * loads * lanes / 32 * -(-tiling.block_out // (lanes * loads_y)),
+    )
+    cycles = _joined(*_parts(layer, planes, tiling, segments, jobs, segments * words))
+    return ROUNDING * cycles / (tiling.blocks * segments) * tiling.kinds(g)
 
 
 def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
@@ -173,13 +206,20 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
 def tiling_of(layer: Layer, device: Device) -> Tiling | None:
     """Returns the tiling with the least predicted time; None if no tiling fits."""
     planes = layer.planes(layer.pieces[0])
-    best, least = None, inf
-    for tiling in _candidates(layer):
-        if _least_cost(layer, planes, tiling) < least:
+    bounded = (
+        (_least_cost(layer, planes, tiling), number, tiling, sizes)
+        for number, (tiling, sizes) in enumerate(_candidates(layer))
+    )
+    best, found = (inf, 0, 0), None
+    for least, number, largest, sizes in sorted(bounded, key=itemgetter(0, 1)):
+        if least > best[0]:
+            break
+        for segments in sizes:
+            tiling = replace(largest, segments=segments)
             cost = _cost(layer, planes, tiling, device)
-            if cost is not None and cost < least:
-                best, least = tiling, cost
-    return best
+            if cost is not None and (cost, number, segments) < best:
+                best, found = (cost, number, segments), tiling
+    return found
 
 
 # ---- The interface of the family to the planner.

@@ -80,6 +80,14 @@ class Planes:
             read = read[len(inside) :]
         return cls((first,), tuple(windows), per_word, step)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, computed once because a search uses it thousands of times as a key."""
+        return hash((self.offsets, self.windows, self.per_word, self.step))
+
     @cached_property
     def taps(self) -> int:
         return sum(len(window.taps) for window in self.windows)

@@ -53,3 +53,14 @@ def test_infinite_gradients_stay_infinite() -> None:
     with tconv3d.use_backend("cuda" if CUDA else "emulator"):
         found = executor.bias_grad(grad)
     assert found[3] == float("inf") and found.isfinite().sum() == 7
+
+
+@pytest.mark.parametrize("channels", [4, 12, 37])
+def test_equal_terms_leave_no_more_error_than_a_few_roundings(channels: int) -> None:
+    """Added one by one, 462 equal float32 numbers leave a relative error of 2e-6 or more."""
+    grad = channels_last(channels, torch.float32, 0)
+    grad[:] = -0.33457
+    with tconv3d.use_backend("cuda" if CUDA else "emulator"):
+        ours = executor.bias_grad(grad).cpu().double()
+    exact = grad.cpu().double().sum((0, 2, 3, 4))
+    assert ((ours - exact).abs() <= 4 * UNIT[torch.float32] * exact.abs()).all()

@@ -32,7 +32,8 @@ from tconv3d.api.explain import call_of, problems_of
 from tconv3d.families.halo import candidates, loading
 from tconv3d.families.halo import model as halo_model
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import Input
+from tconv3d.families.halo import search as halo_search
+from tconv3d.families.halo.build import Division, Input, ceil_div
 from tconv3d.families.halo.constants import constants
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.packing import pack
@@ -253,7 +254,7 @@ def test_portions_of_the_channels_add_up(name: str) -> None:
     case = PORTIONS[name]
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    found = halo_model.best_tiling(build, job, 132)
+    found = halo_search.best_tiling(build, job, 132)
     assert found is not None and found[1].portions > 1, "a GPU has more multiprocessors than this has tiles"
     for portions in {2, build.chunks}:
         plan = halo_planner.assemble(build, replace(found[1], portions=portions), job, DEVICE)
@@ -438,17 +439,26 @@ def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, st
             x = small.input(dtype, "meta").contiguous(memory_format=layout)
             problems = problems_of(*call_of(small.module(dtype, "meta"), x))
             given = job_of(next(problem for problem in problems if problem.which is which))
-            for build in candidates.builds_of(candidates.Nominal.of(given), DEVICE.shared_bytes):
-                job = given.arriving(build.input)
+            nominal = candidates.Nominal.of(given)
+            kinds = (candidates.builds_of, candidates.last_tiles_divided)
+            for build in [build for kind in kinds for build in kind(nominal, DEVICE.shared_bytes)]:
+                job = given.as_merged(build.tile.merged).arriving(build.input)
                 if not can_store(build, job) or (build.input is Input.REWRITTEN and not given.has_rows):
                     continue
-                least = halo_model.Least.of(build, job)
-                for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::23]:
-                    takes = halo_model.cycles(build, tiling, job, 132)
-                    # Where products are left out, all of them are counted.
-                    assert build.skips or not least.exceeds(tiling, 132, 1.0000001 * takes), (build, tiling)
-                    assert least.exceeds(tiling, 132, 0.05 * takes)
-                    looked_at += 1
+                for multiprocessors, every in ((132, 23), (4, 101)):
+                    least = halo_search.Least(build, job, multiprocessors)
+                    for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::every]:
+                        takes = halo_model.cycles(build, tiling, job, multiprocessors)
+                        assert least.any_tiling <= takes, (build, tiling)
+                        assert not least.exceeds(tiling, least.room(takes)), (build, tiling)
+                        tiles = ceil_div(tiling.slabs, build.round_slabs) * tiling.count * least.of_a_round
+                        assert tiles + tiling.count * least.of_a_tile <= least.room(takes), (build, tiling)
+                        assert least.exceeds(tiling, least.room(0.05 * takes))
+                        if build.division is Division.BLOCKS:
+                            takes = halo_model.cycles(build, replace(tiling, portions=2), job, multiprocessors)
+                            room = least.room(takes - halo_model.adding_cycles(2, job, least.costs))
+                            assert least.any_tiling <= takes and not least.exceeds(tiling, room, 2)
+                        looked_at += 1
     assert looked_at > 100
 
 

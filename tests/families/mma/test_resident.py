@@ -43,11 +43,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
     def resident(problem: Problem, device: Device) -> Iterator[Candidate]:
         return (each for each in every(problem, device) if each.build.resident)
 
+    def fastest(problem: Problem, device: Device) -> mma_planner.Choice | None:
+        best = min(resident(problem, device), key=lambda each: each.cycles(device), default=None)
+        return None if best is None else (best.build, best.rows)
+
     def noted(candidate: Candidate, problem: Problem) -> planner.Plan:
         found.append(candidate)
         return plan_of(candidate, problem)
 
     monkeypatch.setattr(mma_planner, "_all", resident)
+    monkeypatch.setattr(mma_planner, "_fastest", fastest)
     monkeypatch.setattr(mma_planner, "plan_of", noted)
     monkeypatch.setattr(mma_planner, "searched", lambda name, settings, kind, search: search())
     yield found

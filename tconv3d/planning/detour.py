@@ -1,0 +1,55 @@
+"""Plans a layer by way of another layer: operands are copied, and the families plan the other layer.
+
+`folding.py` and `aligning.py` offer such plans. They ask the planner for the cheapest cover of the other layer, and
+join its plans with the launch that copies. This module knows plans and places in a workspace, and no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from .launch import Launch
+from .offers import Cover, Wanted
+from .problem import Device, Plan
+
+REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned
+
+Asking: TypeAlias = Callable[[Wanted, Device], Cover]  # returns the cheapest offers of all families
+Planning: TypeAlias = Callable[[Cover, Wanted, Device], Plan]  # returns one plan for all offers of a cover
+
+
+def placed(plan: Plan, sizes: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Returns the size of a workspace and its regions: those of a plan, and behind them regions of these sizes."""
+    end, regions = plan.workspace_bytes, list(plan.regions)
+    for name, size in sizes.items():
+        end = -(-end // REGION_ALIGN) * REGION_ALIGN
+        regions.append((name, end))
+        end += size
+    return end, tuple(regions)
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> list[Launch]:
+    """Returns the launches of a plan with other names for some operands."""
+    return [
+        replace(launch, pointers=tuple(names.get(name, name) for name in launch.pointers)) for launch in plan.launches
+    ]
+
+
+def behind_copy(plan: Plan, copy: Launch, region: str, size: int, why: str) -> Plan:
+    """Returns the plan of gradients that read a copy of dy, which `copy` writes to a region of `size` bytes."""
+    workspace_bytes, regions = placed(plan, {region: size})
+    first, *others = renamed(plan, {"dy": region})
+    return replace(
+        plan,
+        kernel=f"{copy.kernel} + {plan.kernel}",
+        why=f"{why}: {plan.why}",
+        # An overlapping launch may read dy before it waits, so the one after the copy must not overlap.
+        launches=(copy, replace(first, overlaps=False), *others),
+        workspace_bytes=workspace_bytes,
+        regions=regions,
+        packed_bytes=0,
+        preparing=0,
+        kept=None,
+    )
