@@ -64,9 +64,14 @@ def test_values(name: str) -> None:
         check(name, which)
 
 
+# What a fault makes a kernel read exists.
 FAULTS = {
-    "items are not shared": ("found.place -= run.n * args.tail.volume * (", "found.place -= 0 * (", "one item"),
-    "channels are not shared": ("+ run.channel) * args.tail.volume", ") * args.tail.volume", "one channel"),
+    "one element for all": ("found.place -= run.n * args.tail.volume * (", "found.place = 0 * (", "one item"),
+    "one line for all": (
+        "found.place -= (run.n * (Kind::kSharing",
+        "found.place = 0 * (run.n * (Kind::kSharing",
+        "one channel",
+    ),
 }
 
 

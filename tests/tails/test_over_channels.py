@@ -127,10 +127,11 @@ def test_a_nan_spreads_as_in_pytorch(name: str) -> None:
             assert not found.is_floating_point() or 0 < found.isnan().sum() < found.numel()
 
 
+# What a fault makes a kernel read or write exists.
 FAULTS = {
     "channels of other lanes are left out": ("over_channels", "distance = kLanes / 2", "distance = kLanes / 4"),
     "channels that do not exist count": ("over_channels", "if (channel(i) < channels) state", "state"),
-    "batch items overlap": ("over_channels", "n * (channels - 1) * stride", "(channels - 1) * stride"),
+    "batch items overlap": ("over_channels", "n * (channels - 1) * stride", "n * channels * stride"),
     "ties go to the last channel": ("axis_reductions", "|| at < index", "|| at > index"),
 }
 SHOWN = {"ties go to the last channel": "index of the largest", "batch items overlap": "log-sum-exp"}

@@ -273,11 +273,9 @@ def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]
 
 
 def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
-    """Yields every candidate that fits the device. A warp holds all channels if a program over them follows."""
+    """Yields every candidate that fits the device."""
     for side, copy, rows in _sides(problem, device):
-        for each in candidates(side, copy, problem.item_bytes, device, rows):
-            if not problem.channels or (each.build.warps_n == 1 and each.slices == 1):
-                yield each
+        yield from candidates(side, copy, problem.item_bytes, device, rows)
 
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
