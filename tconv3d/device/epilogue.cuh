@@ -50,26 +50,11 @@ struct Read {
   static constexpr bool kForAll = kOneItem, kLast = kChannelsLast;
   static constexpr int kSharing = kChannels;
 };
-// Finds the kind of whole tensor kIndex; without a list they have y's elements, shape and strides.
-template <int kIndex, class Scalar, class... Kinds>
-struct KindOf {
-  using Kind = Read<Scalar, false, 1, false>;
-};
-template <class Scalar, class First, class... Rest>
-struct KindOf<0, Scalar, First, Rest...> {
-  using Kind = First;
-};
-template <int kIndex, class Scalar, class First, class... Rest>
-struct KindOf<kIndex, Scalar, First, Rest...> : KindOf<kIndex - 1, Scalar, Rest...> {};
-
 // Any expression of the sum, of kVectorCount vectors and of kWholeCount whole tensors. The kernel's Args then
 // have the members tail_vectors, [vector][batch item][channel], tail_whole_0 and so on, and tail. kAlign is a
-// power of two that divides the channels of a group. `Kinds` are those of the whole tensors, if one of them
-// lies otherwise than y.
-template <class Expression, bool kFromRounded, int kVectorCount, int kWholeCount, int kAlign, class... Kinds>
+// power of two that divides the channels of a group.
+template <class Expression, bool kFromRounded, int kVectorCount, int kWholeCount, int kAlign>
 struct EvaluatedWith {
-  template <int kIndex, class Scalar>
-  using KindAt = typename KindOf<kIndex, Scalar, Kinds...>::Kind;
   static constexpr bool kLeavesMoments = false, kHasOperands = true, kOverChannels = false;
   static constexpr bool kOnePerPosition = false;
   static constexpr int kVectors = kVectorCount, kWholes = kWholeCount, kAlignedChannels = kAlign;
@@ -95,6 +80,29 @@ struct EvaluatedWith {
   template <class Acc>
   static __device__ __forceinline__ Acc apply(const Operands<Acc>& operands) {
     return Expression::of(operands);
+  }
+  // How whole tensor kIndex lies in memory.
+  template <int kIndex, class Scalar>
+  static __device__ constexpr auto kind() {
+    return Read<Scalar, false, 1, false>{};
+  }
+};
+
+// Any expression with operands, one of whose whole tensors at least lies otherwise than y.
+template <class Expression, bool kFromRounded, int kVectorCount, int kWholeCount, int kAlign, class First,
+          class Second, class Third, class Fourth>
+struct EvaluatedReading : EvaluatedWith<Expression, kFromRounded, kVectorCount, kWholeCount, kAlign> {
+  template <int kIndex, class Scalar>
+  static __device__ constexpr auto kind() {
+    if constexpr (kIndex == 0) {
+      return First{};
+    } else if constexpr (kIndex == 1) {
+      return Second{};
+    } else if constexpr (kIndex == 2) {
+      return Third{};
+    } else {
+      return Fourth{};
+    }
   }
 };
 
@@ -198,7 +206,7 @@ __device__ __forceinline__ void finish(const Arguments& args, const OutputRun& r
     typename Epilogue::template Operands<Acc> operands[kCount] = {};
     static_for<Epilogue::kWholes>([&](auto index) {
       constexpr int kIndex = decltype(index)::value;
-      using Kind = typename Epilogue::template KindAt<kIndex, Scalar>;
+      using Kind = decltype(Epilogue::template kind<kIndex, Scalar>());
       using Type = typename Kind::Type;
       const WholeRun own = whole_run<Kind, kChannels>(args, run);
       // Whole tensors begin at multiples of 16 bytes, as y does.

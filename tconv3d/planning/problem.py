@@ -137,8 +137,11 @@ class Problem:
         if self.has_operands:
             aligned = gcd(self.geometry.out_per_group, 16)
             counts = f"{self.tail_vectors}, {self.tail_wholes}, {aligned}"
-            kinds = "".join(f", {self._kind(each)}" for each in self.tail_reads)
-            return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}{kinds}>"
+            if not self.tail_reads:
+                return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}>"
+            kinds = [self._kind(each) for each in self.tail_reads]
+            listed = ", ".join([*kinds, *kinds[:1] * 4][:4])
+            return f"tconv3d::EvaluatedReading<{self.tail}, {self._rounded}, {counts}, {listed}>"
         if self.tail:
             return f"tconv3d::Evaluated<{self.tail}, {self._rounded}>"
         return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
