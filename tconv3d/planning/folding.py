@@ -160,6 +160,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     found = folded(problem)
     if problem.has_operands:
         return "what follows the convolution reads tensors that are not folded"
+    if problem.channels:
+        return "the channels of a position are not neighbours"
     if found is None:
         return "the weight is neither contiguous nor channels-last"
     if found.channels > MOST_CHANNELS:

@@ -13,7 +13,7 @@ from math import prod
 
 from ...planning.geometry import Geometry
 from ...planning.problem import volume_kind
-from .build import STEP_BYTES, Block, Build, Division, Input, Output, Tile, Weights, ceil_div, round_up
+from .build import STEP_BYTES, Block, Build, Division, Holding, Input, Output, Tile, Weights, ceil_div, round_up
 from .job import Job, groups_to_merge, merged_groups
 from .model import NARROW
 from .program import MAX_COLUMNS, Dimension, Split, gather_program, separable, splittable
@@ -60,6 +60,7 @@ class Nominal:
     kind: int  # kind of the volume by its size (volume_kind)
     strict: bool = False
     lines: bool = False  # whether input can arrive in lines
+    holding: Holding = Holding.ANY
 
     @property
     def item_bytes(self) -> int:
@@ -69,7 +70,7 @@ class Nominal:
     def of(cls, job: Job) -> Nominal:
         kind = volume_kind(job.all_positions)
         lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines, job.holding)
 
 
 def _splits(geometry: Geometry, march: bool) -> list[Split]:
@@ -312,6 +313,10 @@ def _merged_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields the builds for volumes of one kind, except those whose blocks divide the last tiles."""
+    return (build for build in _of_kind(nominal, shared_bytes) if build.holds(nominal.holding))
+
+
+def _of_kind(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     for build in chain(builds(nominal, shared_bytes), _merged_builds(nominal, shared_bytes)):
         if nominal.kind < SMALL_KINDS and build.staged:
             continue  # small volumes have too few tiles per block to profit from three stages
@@ -325,7 +330,7 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 def last_tiles_divided(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields the builds whose blocks divide the last tiles."""
-    for build in builds(nominal, shared_bytes):
+    for build in builds(nominal, shared_bytes) if nominal.holding is Holding.ANY else ():
         narrow = build.item_bytes == 2 and build.program.unit * build.tile.outputs <= NARROW  # slower if divided
         if can_divide_last_tiles(build) and not narrow:
             yield from _dividing_last_tiles(build)

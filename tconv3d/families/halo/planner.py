@@ -41,6 +41,7 @@ from .search import best_tiling, costs_of
 from .tiling import forget_boxes
 
 HAS_EPILOGUE = True
+HOLDS_CHANNELS = True
 MAX_TAPS = 800  # most taps that a block of the packing kernel holds
 MAX_SOURCES = 64  # most phase planes of the output gradient
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
@@ -112,7 +113,7 @@ def _typical_job(nominal: Nominal, batch: int, size: Triple) -> Job | None:
     weight = strides((g.in_channels, g.out_per_group, *g.kernel))
     return Job(
         g, nominal.gather, batch, nominal.dtype, *sizes, read, written, weight, g.in_per_group * weight[0],
-        strict=nominal.strict,
+        strict=nominal.strict, holding=nominal.holding,
     )  # fmt: skip
 
 
