@@ -27,6 +27,9 @@ MAX_SEGMENTS = 128  # most segments of a box
 MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and operands, with 1 and 2 sets of operands
+# More registers where both tensors have rows of channels, and where one of them has: with fewer, products are
+# serialized, or producers spill.
+ROWS_REGISTERS = (6, 12)
 MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
 # The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
@@ -123,10 +126,13 @@ def candidates(layer: Layer) -> Iterator[tuple[float, int, tuple[Any, ...]]]:
     """Yields the arguments of tilings that fit the registers, after a rough cost per position, without halos, and a
     unique number that breaks ties."""
     g, number = layer.geometry, 0
+    more = 0 if not (layer.piece_x or layer.piece_y) else ROWS_REGISTERS[not (layer.piece_x and layer.piece_y)]
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(pieces_of(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
         taps = max(len(piece.taps) for piece in pieces)
-        fragments = tuple(max(p.registers(depth) for p in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2))
+        fragments = tuple(
+            max(p.registers(depth) for p in pieces) + OTHER_REGISTERS[depth - 1] + more for depth in (1, 2)
+        )
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
         kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))
@@ -173,7 +179,7 @@ def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling 
     """Returns the tiling for a volume, or None. It is one of the layer's repertoire, so that a new volume seldom
     compiles a new kernel."""
     return _repertoire.choose(
-        (layer.geometry, layer.dtype, layer.unit_c_x, layer.unit_c_y, device),
+        (layer.geometry, layer.dtype, layer.piece_x, layer.piece_y, device),
         (layer, batch, size),
         lambda: own_tiling(layer, device, batch, size),
         lambda: _typical_tilings(layer, device, batch * prod(size)),
@@ -181,7 +187,7 @@ def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling 
     )
 
 
-_repertoire = Repertoire[tuple[Geometry, str, bool, bool, Device], tuple[Layer, int, Triple], Tiling]()
+_repertoire = Repertoire[tuple[Geometry, str, int, int, Device], tuple[Layer, int, Triple], Tiling]()
 
 
 def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[Tiling]:

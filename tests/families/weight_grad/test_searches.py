@@ -47,7 +47,7 @@ def test_warps(name: str, kind: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ("tf32", "channels_last_3d")])
 def test_boxes_of_hopper(name: str, kind: tuple[str, str]) -> None:
     """Every box costs at least its bound, and the search finds a cheapest box."""
     problem = weight_grad(LAYERS[name], kind)
