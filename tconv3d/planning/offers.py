@@ -28,7 +28,7 @@ Wanted: TypeAlias = Mapping[Pass, Problem]
 class Offer:
     """Holds the passes that a family would compute, a function that counts the work, and one that makes the plan.
 
-    The rates of the device convert work to microseconds (`calibration.py`). Counting work may take 0.1 s or more, so
+    The rates of the device convert work to microseconds (`calibration.py`). Counting work may take up to 0.1 s, so
     that `work` is called only if the lower bound `least` could still win.
     """
 

@@ -156,7 +156,7 @@ def typical_problems(problem: Problem) -> list[Problem]:
 
 
 def searched(planner: str, settings: object, kind: Any, search: Callable[[], Choice]) -> Choice:
-    """Returns the result of a planner's search, and stores it in the disk cache: a search takes 0.1 s or more.
+    """Returns the result of a planner's search, and stores it in the disk cache: a search takes up to 0.1 s.
 
     `planner` is the name of the module that searches, `settings` has everything else that the result depends on, and
     `kind` is the type of the result.

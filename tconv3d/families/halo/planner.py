@@ -9,8 +9,8 @@ A pass becomes a `Job`, the tensors that the kernel reads and writes. Three deci
   (planning/repertoire.py).
 - `Tiling` (tiling.py): how the volume is cut into tiles, which are run-time arguments.
 
-candidates.py yields the builds, and the model of model.py compares them with their tilings. This module knows sizes
-and strides, never tensors. The headers of halo.cuh and halo_layout.cuh explain the terms.
+candidates.py yields the builds, and search.py compares them with their tilings by the model of model.py. This module
+knows sizes and strides, never tensors. The headers of halo.cuh and halo_layout.cuh explain the terms.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _priced(answer: Offer, device: Device) -> Offer:
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:
-    """Returns a lower bound of the work, products at the rate of mma.sync, without the 0.1 s search for a build."""
+    """Returns a lower bound of the work, products at the rate of mma.sync, without the search for a build."""
     rate = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes / (3 if _strict(problem) else 1)
     return calibration.Work(2, problem.flops / 2 / (rate * device.multiprocessors))
 

@@ -364,7 +364,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
             device,
             lambda: Work(3, cycles(o, device, bias)),
             lambda: plan_tiling(wanted, device, tiling_of(o, device)),
-            least=Work(3, least_cycles(o, device)),  # The search for a tiling takes 0.1 s, this bound takes none.
+            least=Work(3, least_cycles(o, device)),  # The bound needs no search for a tiling.
         )
     ]
 

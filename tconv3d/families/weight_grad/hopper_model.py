@@ -163,56 +163,78 @@ def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) 
     return h * w * cycles
 
 
+class _PieceRates(NamedTuple):
+    """What the bound needs to know of a piece: cycles per row of K, and per word or block of slots of dy."""
+
+    alike: int  # pieces that are like this one
+    products: float  # per row of K: products, and stores of x to shared memory
+    writes: float  # per slot of dy: stores to shared memory
+    copies_x: float  # per row of K
+    copies_y: float  # per block of slots
+    block: int  # slots of a block
+    turning: float  # per row of K
+    memory_x: float  # per row of K, without partial sectors
+    memory_y: float  # per slot of dy, without partial sectors
+    partial: int  # words of partial sectors of a line; 0 for rows of channels, of which only the words are counted
+    stride: int
+    costs: Costs
+
+    @classmethod
+    def of(cls, layer: Layer, tiling: Tiling, piece: Words, count: int) -> _PieceRates:
+        costs, turners, columns = costs_of(layer, piece), layer.turners(tiling.share), tiling.columns
+        turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
+        stride, copiers = 1 if isinstance(piece, Lines) else piece.stride, 4 * tiling.share.producers - turners
+        jobs = columns / JOB_CHANNELS
+        items = 2 * tiling.share.consumers * tiling.row_tiles * item_cycles(costs, piece, columns, tiling.depth)
+        elements = 4 / 3 if layer.elements_y and not piece.lines else 1.0
+        words, rows = piece.vector * tiling.out_tile, layer.piece_x or piece.last
+        turning = min(costs.turning, ROW_TURNING) if rows else costs.turning
+        copied = 0.0 if rows else 1 / copiers
+        return cls(
+            count,
+            items + costs.writes * (3 if turned else 1) * columns,
+            costs.writes * words / 32,
+            copied * (costs.x_row + jobs * (costs.x_vectors if layer.vectors_x else costs.x_words)),
+            copied * elements * (costs.y_block + costs.y_line * tiling.lines),
+            32 if piece.lines else 16,
+            turning * jobs / turners if turned else 0.0,
+            4 * 32 * columns / costs.l2_bytes,
+            4 * words * (1 if rows else stride / len(piece.offsets)) / costs.l2_bytes,
+            0 if rows else SECTOR_WORDS,
+            stride,
+            costs,
+        )
+
+
 class LeastCost:
     """Lower bounds of `box_cost` for the boxes of a tiling: no bank conflicts, and room for all groups of sheets."""
 
     def __init__(self, layer: Layer, tiling: Tiling) -> None:
-        self.layer, self.tiling = layer, tiling
-        self.turners = layer.turners(tiling.share)
+        self.tiling, self.per_word = tiling, layer.per_word
         self.line_words: dict[int, int] = {}
-        rows = 2 * tiling.share.consumers * tiling.row_tiles
-        costs = [costs_of(layer, piece) for piece, _ in tiling.unlike_pieces]
-        self.pieces = [
-            (piece, count, cost, rows * item_cycles(cost, piece, tiling.columns, tiling.depth))
-            for (piece, count), cost in zip(tiling.unlike_pieces, costs, strict=True)
-        ]
+        self.pieces = [_PieceRates.of(layer, tiling, piece, count) for piece, count in tiling.unlike_pieces]
 
     def of(self, box: Box, size: Triple) -> float:
-        layer, tiling, k_rows = self.layer, self.tiling, box.k_rows
-        first, columns = tiling.pieces[0], tiling.columns
+        tiling, first, k_rows = self.tiling, self.tiling.pieces[0], box.k_rows
         if box.w not in self.line_words:
             self.line_words[box.w] = max([piece.line_words(box.w) for piece in tiling.pieces])
         line_words, planes = self.line_words[box.w], box.d * tiling.planes[0]
         lines = box.h * first.at_once + tiling.reach[1]
         slots = tiling.planes[1] * lines * tiling.planes[2] * line_words // first.vector
         together = planes if first.at_once > 1 else 1
-        words_x, copiers = k_rows * 32 * columns, 4 * tiling.share.producers - self.turners
-        ahead, cycles = -(-tiling.reach[0] // box.d), 0.0
-        d, h, w = box.count(size, layer.per_word)
-        for piece, count, costs, item in self.pieces:
-            words_y = planes * slots * piece.vector * tiling.out_tile
-            turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
-            stride = 1 if isinstance(piece, Lines) else piece.stride
-            elements = 4 / 3 if layer.elements_y and not piece.lines else 1.0
-            blocks_y = planes // together * -(-slots * together // (32 if piece.lines else 16))
-            x = k_rows * (
-                costs.x_row + columns / JOB_CHANNELS * (costs.x_vectors if layer.vectors_x else costs.x_words)
-            )
-            copying = (x + elements * blocks_y * (costs.y_block + costs.y_line * tiling.lines)) / copiers
-            sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))
-            sectors += words_y * stride / len(piece.offsets) * (1 + SECTOR_WORDS / (line_words * stride))
-            turning = costs.turning
-            if layer.piece_x or piece.last:  # of rows of channels only the words are counted
-                copying, sectors, turning = 0.0, words_x + words_y, min(turning, ROW_TURNING)
-            parts = (
-                k_rows * item + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
-                copying + costs.copying,
-                turning * k_rows * columns / JOB_CHANNELS / self.turners if turned else 0.0,
-                4 * sectors / costs.l2_bytes,
-            )
-            longest = max(parts)
-            step = longest + costs.overlap * (sum(parts) - longest) + costs.step
-            cycles += count * (d * step + ahead * max(parts[1], parts[3]))
+        ahead, cycles, all_slots = -(-tiling.reach[0] // box.d), 0.0, planes * slots
+        d, h, w = box.count(size, self.per_word)
+        for rates in self.pieces:
+            costs = rates.costs
+            products = k_rows * rates.products + all_slots * rates.writes
+            blocks = planes // together * -(-slots * together // rates.block)
+            copying = k_rows * rates.copies_x + blocks * rates.copies_y + costs.copying
+            memory = k_rows * rates.memory_x * (1 + rates.partial / (box.w * SEGMENT))
+            memory += all_slots * rates.memory_y * (1 + rates.partial / (line_words * rates.stride))
+            turning = k_rows * rates.turning
+            longest = max(products, copying, turning, memory)
+            step = longest + costs.overlap * (products + copying + turning + memory - longest) + costs.step
+            cycles += rates.alike * (d * step + ahead * max(copying, memory))
         return ROUNDING * h * w * cycles
 
 
