@@ -29,6 +29,7 @@
 // read their weights for every tile otherwise, which are as many bytes as their halos.
 #pragma once
 
+#include "mma_channels.cuh"
 #include "mma_copies.cuh"
 #include "mma_moments.cuh"
 #include "mma_pairs.cuh"
@@ -391,6 +392,9 @@ struct Mma {
     if constexpr (C::Epilogue::kLeavesMoments) {
       apply_epilogue();
       MmaMoments<C>{tile, sums, warp_m, warp_n, lane}.store();
+    }
+    if constexpr (C::Epilogue::kOverChannels) {
+      if (MmaChannels<C>{tile, warp_m, lane}.run(sums)) return;
     }
     // Stores do not pass through the shared memory of weights that the next tile needs.
     unsigned char* const staged =

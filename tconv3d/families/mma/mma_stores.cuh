@@ -31,7 +31,8 @@ struct MmaStores {
   template <bool kChannels, int kCount>
   __device__ __forceinline__ Vector<Out, kCount> finished(float (&sums)[kCount], const Out* to, int n,
                                                           int channel, int step, int present) const {
-    if constexpr (!C::Epilogue::kLeavesMoments) {  // otherwise mma.cuh has already applied the epilogue
+    // Otherwise mma.cuh has already applied the epilogue.
+    if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels) {
       const long long offset = to - outputs();
       finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
     }

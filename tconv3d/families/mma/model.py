@@ -444,7 +444,7 @@ class Shape(NamedTuple):
 
 
 def shapes(work: Work, copy: int, item_bytes: int) -> Iterator[Shape]:
-    """Yields every shape worth considering."""
+    """Yields every shape worth considering; a warp holds all channels if a program over channels follows the sums."""
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8)):
@@ -462,6 +462,8 @@ def shapes(work: Work, copy: int, item_bytes: int) -> Iterator[Shape]:
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
+                continue
+            if side.problem.channels and (warps_n > 1 or tiles_n * 8 < side.outs):
                 continue
             if len(work.inner.taps) * tiles_m * tiles_n * steps * work.products > MAX_CODE:
                 continue

@@ -30,6 +30,7 @@ from .model import HALVES, ODD_PAIRS, PAIRS, PIECES, WORDS, Build, Candidate, ca
 from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
+HOLDS_CHANNELS = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
 # TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, on an H200.
 PRODUCTS_PER_CYCLE = 565.0
@@ -260,7 +261,9 @@ def chosen(problem: Problem, device: Device) -> Candidate | None:
 def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
     # What follows the sums does not matter to the model: layers that differ in it share a search.
+    held = "all" if problem.channels else ""
     plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    plain = replace(plain, tail_reads=(), channels=held, per_position="")
     settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
