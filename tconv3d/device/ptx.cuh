@@ -312,7 +312,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned add
                : "memory");
 }
 
-// Loads two matrices in the same way.
+// Loads two matrices of 8 rows of 16 bytes: row r of matrix m lies at the address of lane 8*m + r.
 __device__ __forceinline__ void load_matrices(unsigned (&words)[2], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
@@ -345,7 +345,8 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
   }
 }
 
-// Does the same over 16 bytes of K: words t of A (a[0], a[1]) and of B.
+// Multiplies 16 rows of A with 8 columns of B over 16 bytes of K, and adds to `sum`. A lane has word t of K
+// of rows g and g + 8 of A and of column g of B.
 template <Operand kOperand>
 __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&a)[2],
                                               const unsigned (&b)[1]) {

@@ -25,7 +25,7 @@ __device__ void run(const Args& args) {
   __shared__ Four sums[kWarps][kLanes];
   const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
   const int block = static_cast<int>(blockIdx.x);
-  ptx::wait_for_previous_launch();
+  if constexpr (C::kOverlaps) ptx::wait_for_previous_launch();
   static_for<3>([&](auto which) {
     constexpr int kWhich = decltype(which)::value;
     const Gradient& gradient = choose<kWhich>(args.first, args.second, args.third);

@@ -67,10 +67,11 @@ class Sum:
 NOTHING = Sum("null", "null", 0, 0, 0)
 
 
-def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Launch:
+def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31, overlaps: bool = True) -> Launch:
     """Returns the launch that adds the parts of at most MOST results, each in a fixed order.
 
-    Several warps share the parts of an element only if a result then needs at most `most_blocks` blocks.
+    With `overlaps`, for GPUs since compute capability 9.0, it may begin before the previous launch has ended. Several
+    warps share the parts of an element only if a result then needs at most `most_blocks` blocks.
     """
     places, sizes, blocks = dict[str, str](), dict[str, Any](), 0
     sums = (*sums, *(NOTHING,) * (MOST - len(sums)))
@@ -84,7 +85,8 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
         counts = {"count": each.count, "pitch": each.pitch, "parts": each.number, "slices": slices}
         sizes[name] = {**counts, "first_block": blocks, "blocks": own}
         blocks += own
-    return REDUCE_GRADIENTS.launch(blocks, THREADS, (("Scalar", SCALARS[dtype]),), places, overlaps=True, **sizes)
+    constants = (("Scalar", SCALARS[dtype]), ("kOverlaps", overlaps))
+    return REDUCE_GRADIENTS.launch(blocks, THREADS, constants, places, overlaps=overlaps, **sizes)
 
 
 REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned

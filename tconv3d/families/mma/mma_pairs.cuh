@@ -73,7 +73,7 @@ struct MmaPairs {
   using Address = unsigned long long;
   struct Jobs {
     unsigned char* to;
-    Address from;  // of the first channel of this thread's piece, of the halo's first position
+    Address from;  // address of the first channel of this thread's piece, at the halo's first position
     int source, next, count;
     int channels;  // channels of the piece that exist, at most 8; none if it is not positive
     int first_w;   // position along w of x of the halo's first position
@@ -141,7 +141,7 @@ struct MmaPairs {
       of_two[k % 2] += 2 * stride();
     }
   }
-  // Does the same element by element, where a word might end behind x.
+  // Loads the elements of a pair one by one, where a word might end behind x.
   __device__ __forceinline__ void load_end(Jobs& jobs, int j, bool low, bool high, Address from) const {
 #pragma unroll
     for (int k = 0; k < kChannels; ++k, from += stride()) {

@@ -24,13 +24,8 @@ from .work import Work
 # pairs of positions of lines that begin at even elements only, or also at odd ones (mma_pairs.cuh).
 PIECES, WORDS, HALVES, PAIRS, ODD_PAIRS = range(5)
 COPY_BYTES = (16, 4, 2, 32, 32)  # bytes of a copy of each lane, by kind of copy
-JOB_BYTES = (
-    0,
-    0,
-    16,
-    32,
-    32,
-)  # bytes that a thread copies between two rows of taps, by kind of copy; 64 for two pairs
+# Bytes that a thread copies between two rows of taps, by kind of copy; twice as many if it has two pairs.
+JOB_BYTES = (0, 0, 16, 32, 32)
 
 # The unit of all costs is a cycle of one multiprocessor.
 MULTIPLY_CYCLES = 2.0  # cycles per matrix instruction if all four schedulers issue them
@@ -61,7 +56,7 @@ TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal
 OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
 # Blocks with several tiles were never measured: they are taken only if predicted to be clearly faster than others.
 RESIDENT = 1.05
-SPLIT = 1.1  # the same for blocks that share the channels of a tile
+SPLIT = 1.1  # factor for blocks that share the channels of a tile, which were never measured either
 LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
 K_STEP = 32  # bytes of channels per matrix instruction

@@ -133,7 +133,7 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
     launches = [_pack(found), *([_rows(problem)] if found.rows else []), _main(found)]
     if split:
         sums = Sum("parts", "y", found.outputs, _part(found), found.build.splits)
-        launches.append(add_parts([sums], problem.dtype))
+        launches.append(add_parts([sums], problem.dtype, overlaps=False))
     if problem.which is Pass.INPUT_GRAD:
         names = {"x": "dy", "bias": "null", "y": "dx"}
         launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]

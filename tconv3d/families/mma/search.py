@@ -104,7 +104,7 @@ class _Bound:
         self.writing = model.writing_rows(work.side, rows, device)
         self.lines = work.side.x[4] == 1  # x is contiguous along w
         self.with_rows = rows
-        self.adding = model.adding(work.side, 2, device)  # of the fewest parts
+        self.adding = model.adding(work.side, 2, device)  # cycles to add two parts, the fewest
         self.may_split = work.side.problem.which is Pass.INPUT_GRAD and model.is_dense(work.side)
         self._steps: dict[int, float] = {}
 

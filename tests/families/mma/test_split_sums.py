@@ -99,6 +99,9 @@ def test_parts_fit_the_workspace() -> None:
     found = mma_planner.predicted(problem, a100, 3)
     assert found and all(4 * each.build.splits * each.outputs <= a100.workspace_bytes for each in found)
     assert mma_planner.predicted(problem, a100.thrifty, 1) == []
+    adding = mma_planner.plan_of(found[0], problem).launches[-1]
+    assert adding.kernel == "reduce_gradients" and not adding.overlaps  # an A100 cannot wait for another launch
+    assert dict(adding.constants)["kOverlaps"] is False
 
 
 MUTANTS = {
