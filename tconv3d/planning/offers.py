@@ -81,61 +81,53 @@ class Family(Protocol):
     def offer(self, wanted: Wanted, device: Device) -> Iterable[Answer]: ...
 
 
+# What a family says of a problem on a device: why it does not compute it, its work, and its plan.
+WhyNot: TypeAlias = Callable[[Problem, Device], str | None]
+Count: TypeAlias = Callable[[Problem, Device], Work]
+Make: TypeAlias = Callable[[Problem, Device], Plan]
+
+
 def one_by_one(
-    passes: Sequence[Pass],
-    kernel: str,
-    wanted: Wanted,
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    work: Callable[[Problem, Device], Work],
-    plan: Callable[[Problem, Device], Plan],
+    passes: Sequence[Pass], kernel: str, wanted: Wanted, device: Device, why_not: WhyNot, work: Count, plan: Make
 ) -> list[Answer]:
     """Returns one answer for each wanted pass among `passes`, for a family that computes each of them alone."""
     asked = [problem for problem in wanted.values() if problem.which in passes]
     return [alone(kernel, problem, device, why_not, work, plan) for problem in asked]
 
 
-def alone(
-    kernel: str,
-    problem: Problem,
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    work: Callable[[Problem, Device], Work],
-    plan: Callable[[Problem, Device], Plan],
-) -> Answer:
-    """Returns an offer for one pass, or the refusal that `why_not` gives."""
-    if refusal := why_not(problem, device):
-        return Refusal(kernel, (problem.which,), refusal)
-    make = partial(plan, problem, device)
-    factor = calibration.surcharge(kernel, device)
-    counted = partial(_with_program, work, problem, device)
-    return Offer(kernel, (problem.which,), problem, device, counted, make, surcharge=factor)
-
-
-def _with_program(work: Callable[[Problem, Device], Work], problem: Problem, device: Device) -> Work:
-    """Returns the work of a pass and of the program over channels that follows it."""
-    found = work(problem, device)
-    return replace(found, cycles=found.cycles + calibration.program_cycles(problem, device))
-
-
 def weight_with_bias(
-    kernel: str,
-    wanted: Wanted,
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    work: Callable[[Problem, Device], Work],
-    plan: Callable[[Problem, Device], Plan],
+    kernel: str, wanted: Wanted, device: Device, why_not: WhyNot, work: Count, plan: Make
 ) -> list[Answer]:
     """Returns the answer of a family whose kernel computes the gradients of weight and bias together."""
     if Pass.WEIGHT_GRAD not in wanted or Pass.BIAS_GRAD not in wanted:
         return []
-    passes = (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
     problem = replace(wanted[Pass.WEIGHT_GRAD], bias=True)
+    return [alone(kernel, problem, device, why_not, work, plan, (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))]
+
+
+def alone(
+    kernel: str,
+    problem: Problem,
+    device: Device,
+    why_not: WhyNot,
+    work: Count,
+    plan: Make,
+    passes: tuple[Pass, ...] = (),
+) -> Answer:
+    """Returns an offer for a problem, or the refusal that `why_not` gives; `passes` are more than the problem's."""
+    passes = passes or (problem.which,)
     if refusal := why_not(problem, device):
-        return [Refusal(kernel, passes, refusal)]
+        return Refusal(kernel, passes, refusal)
     make = partial(plan, problem, device)
     factor = calibration.surcharge(kernel, device)
-    return [Offer(kernel, passes, problem, device, partial(work, problem, device), make, surcharge=factor)]
+    counted = partial(_with_program, work, problem, device)
+    return Offer(kernel, passes, problem, device, counted, make, surcharge=factor)
+
+
+def _with_program(work: Count, problem: Problem, device: Device) -> Work:
+    """Returns the work of a pass and of the program over channels that follows it."""
+    found = work(problem, device)
+    return replace(found, cycles=found.cycles + calibration.program_cycles(problem, device))
 
 
 Cover: TypeAlias = tuple[Offer, ...]

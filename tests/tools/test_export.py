@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import io
 import re
 import shutil
 import subprocess
@@ -28,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils import cpp_extension
 
 from tconv3d import emulator
+from tconv3d.runtime import compiler
 from tconv3d.tools import cli, export, tasks
+from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
 from tconv3d.tools.export.program import Declaration, Unit
 
@@ -45,14 +48,17 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., M
         monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         path = tmp_path / "exported_layer.py"
-        dtypes, layouts = TYPES[layer]
-        gpus = ["H200"] if capability == HOPPER else ["any"]
-        path.write_text(export.export(SMALL[layer], dtypes, layouts, gpus, emulated=True))
+        path.write_text(emulated_text(layer, "H200" if capability == HOPPER else "any"))
         module = load_file("exported_layer", path)
         module.DEVICE = "cpu"
         return module
 
     return load
+
+
+@functools.cache
+def emulated_text(layer: str, gpu: str) -> str:
+    return export.export(SMALL[layer], *TYPES[layer], [gpu], emulated=True)
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
@@ -207,6 +213,29 @@ def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., 
     volume = float(y[:, 0].numel())
     torch.testing.assert_close(model.conv_transpose3d.bias.grad, torch.full((24,), volume))
     assert model.conv_transpose3d.weight.grad is None
+
+
+@needs_compiler
+def test_second_derivatives(emulated: Callable[..., ModuleType]) -> None:
+    """Gradients of gradients by the file's kernels, of an input that is not as they read it; bits are exact."""
+    module = emulated("strided, bias", HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    whole_numbers(model, x)
+    found = []
+    for ours in (model, copy.deepcopy(model).double()):
+        call = ours if ours is model else functools.partial(reference, ours)
+        torch.manual_seed(2)
+        given = x.transpose(3, 4).contiguous().transpose(3, 4).to(next(ours.parameters()).dtype).requires_grad_()
+        with precision("tf32"):
+            y = call(given)
+            dy = torch.randint(-2, 3, y.shape).to(y).requires_grad_()
+            leaves = [given, *ours.parameters()]
+            first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+            product = sum((each * torch.randint(-1, 2, each.shape).to(each)).sum() for each in first)
+            found.append([*first, *torch.autograd.grad(product, [dy, *leaves], allow_unused=True)])
+    assert found[0][-1] is None and found[1][-1] is None  # nothing depends on the bias
+    assert all(torch.equal(a.double(), b) for a, b in zip(found[0][:-1], found[1][:-1], strict=True))
 
 
 @needs_compiler
@@ -375,6 +404,7 @@ def test_what_an_exported_block_refuses(emulated: Callable[..., ModuleType]) -> 
     (x,) = module.get_inputs()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="does not know autocast"):
         model(x)
+    assert "The gradients cannot be differentiated again" in str(module.__doc__)
     model.group_norm.eps = 0.5
     with pytest.raises(ValueError, match=r"exported for .*'eps': 1e-05.*, got .*'eps': 0.5"):
         model(x)
@@ -420,6 +450,73 @@ def test_nvcc_compiles_tasks_without_a_warning(name: str, which: str, tmp_path: 
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr
+
+
+CHEAP = ("depthwise_64", "nnunet_320_320_4")  # layers of the README whose forward pass is exported within seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "forward_only"),
+    [
+        *((name, True) for name in CHEAP),
+        *(
+            pytest.param(name, forward_only, marks=pytest.mark.thorough)
+            for name in layers.LAYERS
+            for forward_only in (False, True)
+            if not (forward_only and name in CHEAP)
+        ),
+    ],
+)
+def test_nvrtc_compiles_the_kernels_of_every_layer(name: str, forward_only: bool) -> None:
+    """Without a warning, and a benchmark's checker finds nothing in the file."""
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError as error:
+        pytest.skip(str(error))
+    from cuda.core import Program, ProgramOptions
+
+    text = exported(name, "tf32", forward_only=forward_only)
+    bare = re.sub(r"(#|//).*", "", text)
+    assert {what for what, pattern in FORBIDDEN.items() if re.search(pattern, bare)} == set()
+    device, _, _ = source_of(text, "CUDA_SOURCE").partition("// ==== Launching")
+    device = re.sub(r"^#include.*", "", device, flags=re.MULTILINE)
+    log = io.StringIO()
+    Program(
+        device, "c++", ProgramOptions(arch="sm_90a", std="c++20", device_as_default_execution_space=True)
+    ).compile("cubin", logs=log)
+    assert "warning" not in log.getvalue(), log.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ("nvcc", "ninja"))), reason="nvcc or ninja is not installed")
+def test_load_inline_compiles_both_sources_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs what the file's call of load_inline does but the link, for which PyTorch must be one with CUDA."""
+    said = []
+
+    def run_ninja(directory: str, *others: Any, **named: Any) -> None:
+        words = ["ninja", "-v", "main.o", "cuda.cuda.o"]
+        done = subprocess.run(words, cwd=directory, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        said.append(done.stdout)
+
+    listed = subprocess.run(["nvcc", "--dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
+    (top,) = re.findall(r"^#\$ TOP=(.*)$", listed, re.MULTILINE)
+    generated = tmp_path / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"  # what a CPU build lacks
+    generated.parent.mkdir(parents=True)
+    generated.write_text("#pragma once\n")
+    monkeypatch.setenv("CPATH", str(tmp_path / "include"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(Path(top).resolve()))
+    monkeypatch.setattr(cpp_extension, "_run_ninja_build", run_ninja)
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *others, **named: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    path = tmp_path / "model_new.py"
+    path.write_text(
+        export.export("8, 8, kernel_size=3, groups=8, size=4", ["float16"], gpus=["H200"], forward_only=True)
+    )
+    load_file("model_new", path).extension(0, "float16", "contiguous")
+    assert "warning" not in said[0] and "sm_90a" in said[0]
+    assert all(flag in said[0] for flag in cpp_extension.COMMON_NVCC_FLAGS)
 
 
 # ---- on a GPU

@@ -24,6 +24,7 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.tools import export
 from tconv3d.tools.bench.precision import precision
+from tconv3d.tools.export.formulas import formula
 from tconv3d.torch_ops import executor
 
 needs_compiler = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
@@ -96,11 +97,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Mod
     """Exports a chain for the emulator, and imports the file."""
 
     def load(name: str, layout: str = "contiguous", **options: Any) -> ModuleType:
+        options = {"dtypes": ["float32"], "layouts": [layout], **options}
         monkeypatch.setenv("TCONV3D_AS", "H200,132")  # the library's plans in the emulator are those of the export
         monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         executor.forget()
-        text = export.export_like(text_of(name), ["float32"], [layout], ["H200"], emulated=True, **options)
+        text = export.export_like(text_of(name), gpus=["H200"], emulated=True, **options)
         path = tmp_path / "exported_chain.py"
         path.write_text(text)
         module = load_file("exported_chain", path)
@@ -168,6 +170,51 @@ def test_results_have_the_librarys_bits(loaded: Callable[..., ModuleType], name:
         y.sum().backward()
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "dtype", "layout"),
+    [
+        ("moved", torch.float16, "channels_last_3d"),
+        pytest.param("moved", torch.float32, "contiguous", marks=pytest.mark.thorough),
+        pytest.param("norm", torch.float16, "contiguous", marks=pytest.mark.thorough),
+        pytest.param("left to PyTorch", torch.float32, "channels_last_3d", marks=pytest.mark.thorough),
+    ],
+)
+def test_several_types_and_layouts_in_one_file(
+    loaded: Callable[..., ModuleType], name: str, dtype: torch.dtype, layout: str
+) -> None:
+    """The file branches where types and layouts are computed by other lines; every branch has the library's bits."""
+    module = loaded(
+        name, dtypes=["float32", "float16"], layouts=["contiguous", "channels_last_3d"], forward_only=True
+    )
+    memory = getattr(torch, layout if layout != "contiguous" else "contiguous_format")
+    ours, reference, _ = (model.to(dtype) for model in models(module, name, memory))
+    inputs = [x.to(dtype).to(memory_format=memory) for x in module.get_inputs()]
+    block = tconv3d.fuse(reference.up, lambda z, *more: CHAINS[name][1](reference, z, *more))
+    with torch.no_grad(), precision("float32"):
+        y = ours(*inputs)
+        with tconv3d.use_backend("emulator"):
+            expected = block(*inputs)
+    assert torch.equal(y, expected) and y.stride() == expected.stride()
+
+
+def test_several_types_and_layouts_have_kernels_for_what_follows() -> None:
+    """Conditions of branches are on types and layouts; kernels that differ stand between preprocessor conditions."""
+    text = several("epilogue", forward_only=True)
+    assert "PyTorch computes what follows" not in text and "kernels.fused_forward(" in text
+    assert "    if model_bias.dtype == torch.float32:\n" in text  # float16 and bfloat16 have the same lines
+    assert "    if layout == " not in text
+    text = several("moved", forward_only=True)
+    assert '    if weight.dtype == torch.float32 and layout == "contiguous":\n' in text
+    assert " = kept(layout, weight, bias, model_bias)\n" in text
+
+
+@functools.cache
+def several(name: str, **options: Any) -> str:
+    dtypes = ["float32", "float16", "bfloat16"]
+    return export.export_like(text_of(name), dtypes, list(export.LAYOUTS), ["any"], **options)
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", ["norm", pytest.param("passed tensor", marks=pytest.mark.thorough)])
@@ -203,17 +250,26 @@ def exported(name: str, **options: Any) -> str:
 def test_the_header_says_what_is_computed_where() -> None:
     text = exported("left to PyTorch", forward_only=True)
     assert "PyTorch computes behind the kernels: _softmax." in text
-    assert "Computes Smallest<Largest<Value, Number<0, 0>>, Number<1, 0>>." in text
+    assert "Computes min(max(z, 0), 1)." in text
     assert "An average pool moves into the weight" in exported("moved", forward_only=True)
     text = exported("passed tensor")
     assert "In calls with gradients PyTorch computes what follows the convolution" in text
     assert "functional.hardswish(" in text and "from torch.nn import functional\n" in text
-    several = export.export_like(
-        text_of("epilogue"), ["float32"], ["contiguous", "channels_last_3d"], ["any"], forward_only=True
-    )
-    assert "PyTorch computes what follows the convolution, because the file holds several types" in re.sub(
-        r"\s+", " ", several
-    )
+
+
+@pytest.mark.parametrize(
+    ("cpp", "written"),
+    [
+        ("tconv3d::Product<tconv3d::Value, tconv3d::Sigmoid<tconv3d::Value>>", "z * sigmoid(z)"),
+        ("Let<Sum<Value, Vectored<0>>, Choice<Greater<Local<0>, Number<0, 0>>, Local<0>, Number<1, -2>>>",
+         "a if (a > 0) else 0.25 with a = z + v0"),
+        ("ExpressionList<Whole<0>, ExpressionList<Negative<Value>, NoExpression>>", "t0, -(z)"),
+        ("AxisProgram<EachElement<Quotient<Local<1>, Local<0>>>, Then<Reduced<Adding, Value>, Done>>",
+         "sum along the axis, and from these the result of every element"),
+    ],
+)  # fmt: skip
+def test_formulas_are_written_for_readers(cpp: str, written: str) -> None:
+    assert formula(cpp) == written
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -18,7 +18,7 @@ from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
 from .arguments import FEW_INPUTS
-from .tiles import Taps, Tile, best, tiles
+from .tiles import Taps, Tile, fastest
 
 HAS_EPILOGUE = True
 MAX_REDUCED = 4  # read channels per group: with more, the channels of one tap alone fill K of a matrix instruction
@@ -131,16 +131,8 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
         one_by_one = 8 if tile.vector * problem.item_bytes < 4 else 4 if tile.vector == 1 else 2
         return results + one_by_one * copies + BARRIER_BYTES
 
-    found = []
-    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # a single resident block idles at its barriers
-        room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes) // 2
-        tile = best(tiles(layout.side, layout.rows, 2, room), work)
-        if tile is not None:
-            found.append((tile.count * work(tile) * slowdown, blocks, tile))
-    if not found:
-        return None
-    _, blocks, tile = min(found, key=lambda one: one[:2])
-    return layout, tile, blocks
+    found = fastest(layout.side, layout.rows, 2, layout.table_bytes, work, device)
+    return None if found is None else (layout, *found)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from ...planning.arguments import per_axis
 from ...planning.geometry import Gather, Triple
 from ...planning.launch import Constants, axis_constants
-from ...planning.problem import Problem, Strides
+from ...planning.problem import Device, Problem, Strides
 from ...planning.side import Side
 
 LINE_ITEMS = 8  # the length of a line in shared memory is a multiple of 8 elements
@@ -164,6 +164,22 @@ def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
     return [tile for tile in found if tile.part_bytes <= part_limit]
 
 
-def best(found: list[Tile], cost: Callable[[Tile], float]) -> Tile | None:
-    """Returns the tile that covers the volume at the least total cost; `cost` is the cost of one tile."""
-    return min(found, key=lambda tile: prod(tile.counts) * cost(tile), default=None)
+def fastest(
+    side: Side, rows: int, multiple: int, bytes: int, cost: Callable[[Tile], float], device: Device
+) -> tuple[Tile, int] | None:
+    """Returns the tile with the least total cost and its blocks per multiprocessor, or None if no tile fits.
+
+    A block has shared memory for two parts beside `bytes` bytes; `cost` is the cost of one tile. See `tiles` for the
+    others.
+    """
+    found = []
+    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # a single resident block idles at its barriers
+        room = ((device.shared_bytes + 1024) // blocks - 1024 - bytes) // 2
+        fitting = tiles(side, rows, multiple, room)
+        tile = min(fitting, key=lambda tile: prod(tile.counts) * cost(tile), default=None)
+        if tile is not None:
+            found.append((tile.count * cost(tile) * slowdown, blocks, tile))
+    if not found:
+        return None
+    _, blocks, tile = min(found, key=lambda one: one[:2])
+    return tile, blocks

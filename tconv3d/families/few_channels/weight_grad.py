@@ -19,7 +19,7 @@ from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
 from ...planning.sums import weight_sums
 from .arguments import FEW_WEIGHT_GRAD
-from .tiles import Taps, Tile, best, copied_at_once, tiles
+from .tiles import Taps, Tile, copied_at_once, fastest
 
 MAX_FEW = 4  # channels per group of the tensor with few channels
 MIN_MANY = 8  # channels per group of the tensor with many channels
@@ -135,16 +135,8 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
         part = tile.part[2] * problem.item_bytes + LINE_BYTES
         return lines * line + 2 * tile.lines * part + BARRIER_BYTES
 
-    found = []
-    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # a single resident block idles at its barriers
-        room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes - 2 * layout.buffer_bytes) // 2
-        tile = best(tiles(layout.side, layout.rows, layout.run, room), work)
-        if tile is not None:
-            found.append((tile.count * work(tile) * slowdown, blocks, tile))
-    if not found:
-        return None
-    _, blocks, tile = min(found, key=lambda one: one[:2])
-    return layout, tile, blocks
+    found = fastest(layout.side, layout.rows, layout.run, layout.table_bytes + 2 * layout.buffer_bytes, work, device)
+    return None if found is None else (layout, *found)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

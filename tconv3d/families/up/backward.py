@@ -171,14 +171,13 @@ def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
     parts = 8 * splits * g.in_channels * g.out_channels * g.taps
     if tiling.ranges > 1:
         parts += 8 * tiling.ranges * p.batch * g.in_channels * prod(p.input_size)
-    return max(walk, _moving(p, 2, 1, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
+    return max(walk, _moving(p, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
 
 
-def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
-    """Predicts the cycles in which memory moves `inputs` tensors of the input's size and `outputs` of the
-    output's."""
+def _moving(p: Problem, device: Device) -> float:
+    """Predicts the cycles in which memory moves x, dx and dy once."""
     g = p.geometry
-    size = inputs * g.in_channels * prod(p.input_size) + outputs * g.out_channels * prod(p.output_size)
+    size = 2 * g.in_channels * prod(p.input_size) + g.out_channels * prod(p.output_size)
     return p.batch * size * p.item_bytes / _per_cycle(MEMORY_BYTES, device)
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,6 @@ def export(
     layouts: Sequence[str] = (),
     gpus: Sequence[str] = (),
     forward_only: bool = False,
-    command: str = "tconv3d export",
     emulated: bool = False,
 ) -> str:
     """Returns the file for a task or a layer of `layers.LAYERS`, or for a layer written like PyTorch's constructor.
@@ -49,7 +49,18 @@ def export(
     else:
         text = subjects.of_layer(layers.parse(name_or_layer))
     name = name_or_layer if by_name else "layer"
+    command = command_line([name_or_layer], dtypes, layouts, gpus, forward_only)
     return export_like(text, dtypes, layouts, gpus, forward_only, command, name, emulated)
+
+
+def command_line(
+    what: Sequence[str], dtypes: Sequence[str], layouts: Sequence[str], gpus: Sequence[str], forward_only: bool
+) -> str:
+    """Returns the command that exports a layer, or a reference, as a file of these kinds."""
+    words = ["tconv3d", "export", *what]
+    for flag, given in (("dtype", dtypes), ("layout", layouts), ("gpu", gpus)):
+        words += [f"--{flag}", *given] if given else []
+    return shlex.join([*words, *(["--forward-only"] if forward_only else [])])
 
 
 def export_like(
@@ -58,7 +69,7 @@ def export_like(
     layouts: Sequence[str] = (),
     gpus: Sequence[str] = (),
     forward_only: bool = False,
-    command: str = "tconv3d export",
+    command: str = "tconv3d export --like reference.py",
     name: str = "model",
     emulated: bool = False,
     evaluated: bool = False,
@@ -73,10 +84,8 @@ def export_like(
         dtypes or (precision_of(found.dtype),), layouts or (found.layout,), gpus or (gpu_at_hand(),)
     )
     following = found.following
-    if isinstance(following, Following) and len(chosen) > 1:
-        following = "the file holds several types, layouts or GPUs: export one at a time to have it in the kernels"
     if isinstance(following, Following):
-        made = chain.chain(found.layer, following, chosen[0], forward_only)
+        made = chain.chain(found.layer, following, chosen, forward_only)
         if isinstance(made, chain.Chain):
             operations = chain.operations(made, found.layer, chosen, forward_only)
             return python_file.python_file(name, found, operations, command, emulated, made)

@@ -8,8 +8,10 @@ written tail, behind the convolution's own gradient kernels.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +44,24 @@ class Chain:
     operations: list[Operation]
     aligned: list[str]  # tensors that kernels read besides x, weight and bias
     counted: list[str]  # tensors of whole numbers
+    branches: list[Branch]
+    left: tuple[str, ...]  # operators that PyTorch computes behind the passes
+    moved: str  # what moved into the weight
+
+    @property
+    def trains(self) -> bool:
+        """Says whether the file has kernels for the gradients of what follows the convolution."""
+        return all(branch.training is not None for branch in self.branches)
+
+
+@dataclass
+class Branch:
+    """Holds the lines of a call for some of the types and layouts that the file holds."""
+
+    chosen: list[tuple[str, str]]  # types with their layouts
     constants: Constants | None
     inferred: list[str]  # lines without gradients
     training: Training | None
-    left: tuple[str, ...]  # operators that PyTorch computes behind the passes
-    moved: str  # what moved into the weight
 
 
 @dataclass
@@ -55,6 +70,7 @@ class Constants:
 
     lines: list[str]
     names: list[str]  # the parameters that they take
+    results: list[str]
 
 
 @dataclass
@@ -71,10 +87,13 @@ class Training:
     used: list[str]  # parameters that the gradients need
 
 
-def chain(layer: Layer, following: Following, variant: Variant, forward_only: bool) -> Chain | str:
+def chain(layer: Layer, following: Following, variants: Sequence[Variant], forward_only: bool) -> Chain | str:
     """Returns a convolution with what follows it, or why it is left to PyTorch."""
     try:
-        return _Maker(layer, following, variant).make(forward_only)
+        found = {each: _Maker(layer, following, each).make(not forward_only) for each in variants}
+        if len({each.trains for each in found.values()}) > 1:  # one variant has no kernels for gradients
+            found = {each: _Maker(layer, following, each).make(trains=False) for each in variants}
+        return _merged(found)
     except CannotTrace as error:
         return f"what follows cannot be traced: {error}"
     except Refused as error:
@@ -87,18 +106,57 @@ def operations(chain: Chain, layer: Layer, variants: Sequence[Variant], forward_
     """Returns the operations of a file with a chain: the chain's own, and those of the convolution's gradients."""
     if forward_only:
         return chain.operations
-    known = {each.name for each in chain.operations}
-    plain = passes.operations(layer, variants)
-    if chain.training is not None or "forward" in known:
-        plain = [each for each in plain if each.name != "forward"]
-    return [*chain.operations, *plain]
+    forward, *gradients = passes.operations(layer, variants)
+    known = {variant for each in chain.operations if each.name == "forward" for variant in each.plans}
+    plans = {variant: plan for variant, plan in forward.plans.items() if variant not in known}
+    plain = [replace(forward, plans=plans)] if plans and not chain.trains else []
+    return [*chain.operations, *plain, *gradients]
+
+
+def _merged(found: Mapping[Variant, Chain]) -> Chain:
+    """Returns one chain for all variants, whose lines branch where types or layouts have different ones."""
+    first = next(iter(found.values()))
+    called = [{each.name for each in chain.operations} for chain in found.values()]
+    tensors = [(chain.names, chain.shapes, chain.moved) for chain in found.values()]
+    branches: list[Branch] = []
+    for chain in found.values():
+        (own,) = chain.branches
+        same = next((each for each in branches if replace(each, chosen=own.chosen) == own), None)
+        if same is None:
+            branches.append(own)
+        else:
+            same.chosen += [each for each in own.chosen if each not in same.chosen]
+    chosen = [each for branch in branches for each in branch.chosen]
+    if (
+        len(set(chosen)) < len(chosen)
+        or any(each != called[0] for each in called)
+        or tensors != tensors[:1] * len(tensors)
+    ):
+        raise NotExportableError("the file's types, layouts and GPUs take different kernels: export one at a time")
+    aligned = list(dict.fromkeys(name for chain in found.values() for name in chain.aligned))
+    left = tuple(dict.fromkeys(name for chain in found.values() for name in chain.left))
+    made = _one_for_all([chain.operations for chain in found.values()])
+    return replace(first, operations=made, aligned=aligned, left=left, branches=branches)
+
+
+def _one_for_all(found: Sequence[Sequence[Operation]]) -> list[Operation]:
+    """Returns the operations of all variants; those that differ in their plans only are one."""
+    merged: dict[tuple[Any, ...], Operation] = {}
+    for name in (each.name for each in found[0]):
+        every = [each for operations in found for each in operations if each.name == name]
+        over = any(each.only_in_place or each.in_place for each in every)
+        only = all(each.only_in_place for each in every)
+        for each in every:
+            key = name, each.operands, each.results
+            plans = {**merged[key].plans, **each.plans} if key in merged else each.plans
+            merged[key] = replace(each, plans=plans, in_place=over and not only, only_in_place=only)
+    return list(merged.values())
 
 
 class _Maker:
     def __init__(self, layer: Layer, following: Following, variant: Variant) -> None:
         self.following, self.variant = following, variant
-        dtype = torch.float32 if variant.precision in ("tf32", "float32") else getattr(torch, variant.precision)
-        self.dtype: torch.dtype = dtype
+        dtype = self.dtype = getattr(torch, variant.dtype)
         self.model = following.model(dtype)
         self.convolution: Convolution = (
             layer.stride,
@@ -152,7 +210,7 @@ class _Maker:
             found[name] = tensor
         return found
 
-    def make(self, forward_only: bool) -> Chain:
+    def make(self, trains: bool) -> Chain:
         extra = [name for name, tensor in self.names.items() if any(tensor is each for each in self.extra)]
         recording = Recording(self.operations, self.names)
         prepared = self.prepared
@@ -162,7 +220,7 @@ class _Maker:
             raise NotExportableError("what follows the convolution has several results")
         constants, lines = self._inferred(recording, extra)
         own = copy.deepcopy(self.operations)
-        passes = None if forward_only or self.extra else Differentiable(self.traced, ())
+        passes = Differentiable(self.traced, ()) if trains and not self.extra else None
         training = None
         if passes is not None and passes.possible:
             try:
@@ -177,9 +235,7 @@ class _Maker:
             operations=self.operations.all,
             aligned=self._aligned(recording),
             counted=[name for name, tensor in self.names.items() if not tensor.is_floating_point()],
-            constants=constants,
-            inferred=lines,
-            training=training,
+            branches=[Branch([(self.variant.dtype, self.variant.layout)], constants, lines, training)],
             left=s.rounds.left_names,
             moved="" if s.moved is None else s.moved.text,
         )
@@ -199,17 +255,15 @@ class _Maker:
         writer = Writer(recording, recording.inputs, "weight")
         writer.write(first, made)
         results = [writer.values[ref].text for ref in made]
-        read = [ref for step in first for ref in step.refs]
-        taken = [name for ref, name in recording.inputs.items() if ref in read]
+        words = set(re.findall(r"\w+", " ".join([*writer.lines, *results])))
+        taken = [name for name in recording.inputs.values() if name in words]
         known = {**recording.inputs, **{ref: writer.values[ref].text for ref in made}}
         others = Writer(recording, known, "x")
         others.write(rest, [recording.results])
         lines = [*others.lines, f"return {others.of(recording.results)}"]
         if not made:
             return None, lines
-        listed = f"({results[0]},)" if len(results) == 1 else ", ".join(results)
-        constants = Constants([*writer.lines, f"return {listed}"], taken)
-        return constants, [f"{listed} = kept({', '.join(taken)})", *lines]
+        return Constants(writer.lines, taken, results), lines
 
     def _training(self, passes: Differentiable) -> Training:
         """Returns the lines of a call with gradients, whose passes read z, and the lines of the gradients."""
@@ -238,7 +292,7 @@ class _Maker:
             if NUMBERS in node.meta:
                 back.constants[back.ref(getattr(gradients, str(node.target)))] = node.meta[NUMBERS]
         back.run(lambda: passes.gradients([grad], [z, *saved], (), runner=back))
-        lines = Writer(back, back.inputs, "dy")
+        lines = Writer(back, back.inputs, "x")
         lines.write(back.steps, [ref for ref in back.results if ref is not None])
         dz, *rest = (None if ref is None else lines.of(ref) for ref in back.results)
         if dz is None:
@@ -259,4 +313,7 @@ class _Maker:
 
 
 # Names that the file's functions use themselves.
-RESERVED = ("kernels", "layout", "ctx", "dy", "dz", "y", "z", "value", "vectors", "sums", "statistics", "torch", "nn")
+RESERVED = (
+    *("kernels", "layout", "ctx", "saved", "dy", "dz", "y", "z", "value", "vectors", "sums", "statistics"),
+    *("torch", "nn"),
+)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import product
 
 from ..bench.layers import Layer
-from .chain import Chain, Constants, Training
+from .chain import Chain, Training
 from .wrapping import wrapped
 
 CHAIN = '''def chain({parameters}) -> Tensor:
@@ -29,8 +30,9 @@ class Chain(torch.autograd.Function):
 """
 RECORDED = """        layout = layout_of(x)
 {ready}        kernels = compiled(x, layout)
-{lines}        ctx.layout = layout
-        ctx.save_for_backward({saved})
+        ctx.layout = layout
+{lines}"""
+RECORDED_LINES = """{lines}        ctx.save_for_backward({saved})
         return {result}
 """
 BACKWARD = """    @staticmethod
@@ -39,11 +41,13 @@ BACKWARD = """    @staticmethod
         {saved} = ctx.saved_tensors
         dy = {ready}
         kernels = compiled(x, ctx.layout)
-{lines}        wanted = ctx.needs_input_grad
-{together}        return (
+        wanted = ctx.needs_input_grad
+{lines}"""
+BACKWARD_LINES = """{lines}{together}        return (
             kernels.input_grad({dz}, weight) if wanted[0] else None,
             kernels.weight_grad({dz}, x) if wanted[1] else None,
-{bias_gradient}{others}        )"""
+{bias_gradient}{others}        )
+"""
 INFERRED = '''
 
 def inferred({parameters}) -> Tensor:
@@ -56,17 +60,18 @@ KEPT = '''
 KEPT: dict[str, Any] = {{}}  # what `prepared` computed last, and from which parameters
 
 
-def kept(*parameters: Tensor) -> tuple[Tensor, ...]:
+def kept({first}*parameters: Tensor) -> tuple[Tensor, ...]:
     """What `prepared` computes, again only after a parameter was written or replaced."""
     if any(each.is_inference() for each in parameters):  # such tensors do not count how often they are written
-        return prepared(*parameters)
-    seen = [(id(each), each.data_ptr(), each._version) for each in parameters]
+        return prepared({given}*parameters)
+    seen = {seen}
     if KEPT.get("seen") != seen:
-        KEPT.update(seen=seen, parameters=parameters, found=prepared(*parameters))
+        held = parameters, [each.detach() for each in parameters]  # so that no other tensor gets their addresses
+        KEPT.update(seen=seen, held=held, found=prepared({given}*parameters))
     return KEPT["found"]
 
 
-def prepared({parameters}) -> tuple[Tensor, ...]:
+def prepared({first}{parameters}) -> tuple[Tensor, ...]:
     """What depends on parameters alone: weights that have what follows in them, and vectors."""
 {lines}
 '''
@@ -82,7 +87,7 @@ def check_shapes(**tensors: Tensor) -> None:
 def chain_text(chain: Chain, layer: Layer, together: bool, forward_only: bool, no_backward: str) -> str:
     """Returns the functions of a chain; `together` says whether one operation computes all of its gradients."""
     arguments, parameters = ", ".join(chain.names), _parameters(chain.names)
-    applied = forward_only or chain.training is not None
+    applied = forward_only or chain.trains
     calls = ", ".join(f"{name}={name}" for name in chain.shapes)
     ready = _ready(chain, layer)
     text = CHAIN.format(
@@ -94,15 +99,15 @@ def chain_text(chain: Chain, layer: Layer, together: bool, forward_only: bool, n
         choice=CHOICE.format(arguments=arguments) if applied else "",
     )
     if applied:
-        training = chain.training
         text += APPLIED.format(
             parameters=parameters,
-            forward=f"        return inferred({arguments})\n" if training is None else _recorded(training, ready),
-            backward=no_backward if training is None else _backward(chain, training, layer, together),
+            forward=_recorded(chain, ready) if chain.trains else f"        return inferred({arguments})\n",
+            backward=_backward(chain, layer, together) if chain.trains else no_backward,
         )
-    lines = _indented(chain.inferred, 4).rstrip("\n")
-    text += INFERRED.format(parameters=parameters, ready=_indented(ready, 4), lines=lines)
-    text += _kept(chain.constants) if chain.constants else ""
+    kept, prepared = _kept(chain)
+    inferred = [_indented([*call, *branch.inferred], 4) for call, branch in zip(kept, chain.branches, strict=True)]
+    lines = _branched(chain, inferred, "x", "layout").rstrip("\n")
+    text += INFERRED.format(parameters=parameters, ready=_indented(ready, 4), lines=lines) + prepared
     text += CHECK_SHAPES if calls else ""
     return "\n".join(wrapped(text.rstrip("\n").split("\n")))
 
@@ -129,16 +134,67 @@ def _ready(chain: Chain, layer: Layer) -> list[str]:
     ]
 
 
-def _recorded(training: Training, ready: Sequence[str]) -> str:
-    return RECORDED.format(
-        ready=_indented(ready, 8),
-        lines=_indented(training.forward, 8),
-        saved=", ".join(["x", "weight", *training.saved.values(), *training.used]),
-        result=training.result,
-    )
+def _branched(chain: Chain, texts: Sequence[str], tensor: str, layout: str) -> str:
+    """Returns the texts of the branches, each of which ends in a return; all but the last have a condition."""
+    every = [each for branch in chain.branches for each in branch.chosen]
+    chosen: dict[str, list[tuple[str, str]]] = {}
+    for text, branch in zip(texts, chain.branches, strict=True):
+        chosen.setdefault(text, []).extend(branch.chosen if text else [])
+    *first, last = [text for text in chosen if text] or [""]
+    found = ""
+    for text in first:
+        indent = " " * (len(text) - len(text.lstrip()))
+        found += f"{indent}if {_condition(chosen[text], every, tensor, layout)}:\n{textwrap.indent(text, ' ' * 4)}"
+    return found + last
 
 
-def _backward(chain: Chain, training: Training, layer: Layer, together: bool) -> str:
+def _condition(chosen: Sequence[tuple[str, str]], every: Sequence[tuple[str, str]], tensor: str, layout: str) -> str:
+    """Writes that a tensor has one of the chosen types and layouts."""
+    types, layouts = (list(dict.fromkeys(each[i] for each in chosen)) for i in (0, 1))
+    if set(product(types, layouts)) != set(chosen):
+        pairs = ", ".join(f'(torch.{dtype}, "{name}")' for dtype, name in chosen)
+        return f"({tensor}.dtype, {layout}) in ({pairs})"
+    conditions = []
+    if set(types) != {dtype for dtype, _ in every}:
+        listed = ", ".join(f"torch.{dtype}" for dtype in types)
+        conditions.append(f"{tensor}.dtype in ({listed})" if len(types) > 1 else f"{tensor}.dtype == {listed}")
+    if set(layouts) != {name for _, name in every}:
+        conditions.append(f'{layout} == "{layouts[0]}"')
+    return " and ".join(conditions)
+
+
+def _trainings(chain: Chain) -> list[Training]:
+    return [branch.training for branch in chain.branches if branch.training is not None]
+
+
+def _recorded(chain: Chain, ready: Sequence[str]) -> str:
+    texts = [
+        RECORDED_LINES.format(
+            lines=_indented(each.forward, 8),
+            saved=", ".join(["x", "weight", *each.saved.values(), *each.used]),
+            result=each.result,
+        )
+        for each in _trainings(chain)
+    ]
+    return RECORDED.format(ready=_indented(ready, 8), lines=_branched(chain, texts, "x", "layout"))
+
+
+def _backward(chain: Chain, layer: Layer, together: bool) -> str:
+    trainings = _trainings(chain)
+    saved = [[*each.saved, *each.used] for each in trainings]
+    same = all(each == saved[0] for each in saved)
+    texts = []
+    for names, training in zip(saved, trainings, strict=True):
+        unpacked = "" if same else f"        {_tuple(names)} = saved\n"
+        texts.append(unpacked + _gradient_lines(chain, training, layer, together))
+    return BACKWARD.format(
+        saved=", ".join(["x", "weight", *(saved[0] if same else ["*saved"])]),
+        ready="ready(dy, ctx.layout)" if trainings[0].volume else "dense(dy)",
+        lines=_branched(chain, texts, "x", "ctx.layout"),
+    ).rstrip("\n")
+
+
+def _gradient_lines(chain: Chain, training: Training, layer: Layer, together: bool) -> str:
     others = [training.gradients.get(name, "None") for name in chain.names if name not in ("x", "weight", "bias")]
     count = 3 if layer.bias else 2
     further = f", {', '.join(others)}" if others else ""
@@ -146,10 +202,7 @@ def _backward(chain: Chain, training: Training, layer: Layer, together: bool) ->
     at_once = f"""        if all(wanted[:{count}]):
             return {f"*{called}{further}" if others else called}
 """
-    saved = ["x", "weight", *training.saved, *training.used]
-    return BACKWARD.format(
-        saved=", ".join(saved),
-        ready="ready(dy, ctx.layout)" if training.volume else "dense(dy)",
+    return BACKWARD_LINES.format(
         lines=_indented(training.backward, 8),
         together=at_once if together else "",
         dz=training.dz,
@@ -158,10 +211,26 @@ def _backward(chain: Chain, training: Training, layer: Layer, together: bool) ->
     )
 
 
-def _kept(constants: Constants) -> str:
-    return "\n" + KEPT.format(
-        parameters=_parameters(constants.names), lines=_indented(constants.lines, 4).rstrip("\n")
-    )
+def _kept(chain: Chain) -> tuple[list[list[str]], str]:
+    """Returns the line of each branch that takes what depends on parameters alone, and the functions it calls."""
+    constants = [branch.constants for branch in chain.branches]
+    names = [name for name in chain.names if any(each and name in each.names for each in constants)]
+    if not names:
+        return [[] for _ in constants], ""
+    texts = [_indented([*each.lines, f"return {_tuple(each.results)}"], 4) if each else "" for each in constants]
+    lines = _branched(chain, texts, names[0], "layout")
+    given = "layout, " if 'layout == "' in lines or ", layout) in" in lines else ""
+    first = "layout: str, " if given else ""
+    call = f"kept({given}{', '.join(names)})"
+    calls = [[f"{_tuple(each.results)} = {call}"] if each else [] for each in constants]
+    each = "(id(each), each.data_ptr(), each._version) for each in parameters"
+    seen = f"[{given}*({each})]" if given else f"[{each}]"
+    text = KEPT.format(first=first, given=given, seen=seen, parameters=_parameters(names), lines=lines.rstrip("\n"))
+    return calls, f"\n{text}"
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({names[0]},)" if len(names) == 1 else ", ".join(names)
 
 
 def _indented(lines: Sequence[str], columns: int) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import Any
 
 from ..bench import layers
-from . import DEVICES, LAYOUTS, PRECISIONS, export, export_like
+from . import DEVICES, LAYOUTS, PRECISIONS, command_line, export, export_like
 
 _HELP = (
     "a task or a layer by name, or a layer in the words of the constructor: "
@@ -36,20 +35,16 @@ def add(commands: Any) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     if (arguments.layer is None) == (arguments.like is None):
         raise ValueError("expected a task or a layer, or --like with the file of a reference, and not both")
-    words = ["tconv3d", "export", *([arguments.layer] if arguments.layer else ["--like", str(arguments.like)])]
-    for flag in ("dtype", "layout", "gpu"):
-        words += [f"--{flag}", *getattr(arguments, flag)] if getattr(arguments, flag) else []
-    words += ["--forward-only"] if arguments.forward_only else []
-    words += ["--eval"] if arguments.evaluated else []
     if arguments.evaluated and not arguments.like:
         raise ValueError("--eval goes with --like: layers and tasks compute the same in training and evaluation")
-    given = (arguments.dtype, arguments.layout, arguments.gpu, arguments.forward_only, shlex.join(words))
+    given = (arguments.dtype, arguments.layout, arguments.gpu, arguments.forward_only)
+    like = ["--like", str(arguments.like), *(["--eval"] if arguments.evaluated else [])]
     try:
         source = arguments.like.read_text(encoding="utf-8") if arguments.like else ""
     except OSError as error:
         raise ValueError(f"cannot read {arguments.like}: {error.strerror}") from None
     text = (
-        export_like(source, *given, evaluated=arguments.evaluated)
+        export_like(source, *given, command_line(like, *given), evaluated=arguments.evaluated)
         if arguments.like
         else export(arguments.layer, *given)
     )

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 
 from .tidy import LINE
 
-_FILE = r"\b[\w/]+\.(?:cuh|cu|py|h|md)\b"
+_FILE = r"\b(?:[\w/]+\.(?:cuh|cu|py|md)|\w+_\w+\.h)\b"
+# Matches a case in a comment: what a member is in builds that have a constant.
+_CASE = re.compile(r"[;,] with (k[A-Z]\w*)(,?) ([^;,.]*)")
 _GONE = re.compile(rf"{_FILE}|\b[Ff]iles?\b|emulator|TCONV3D_")
 _NAMES = re.compile(r"\bk[A-Z]\w*|\b[a-z]\w*(?=\(\))|(?<=`)[A-Za-z_]\w*(?=`)|\b[a-z]+_\w+\b|\b[A-Z]\w*(?=::)")
 _LEAD = re.compile(r"([ \t]*)//( ?)(.*)")
@@ -34,6 +36,20 @@ class Facts:
             return False
         stated = re.findall(r"\b(k[A-Z]\w*) (==|>) (\d+)", sentence)
         return all(self._may_be(name, mark, int(number)) for name, mark, number in stated)
+
+    def of_this_build(self, text: str) -> str:
+        """Returns a comment without what it says of other builds: cases of constants that the source has no more."""
+        first = re.match(r"With (k[A-Z]\w*): (.)", text)
+        if first is not None and self._values.get(first[1]) == {1} and first[1] not in self._words:
+            text = first[2].upper() + text[first.end() :]
+
+        def case(found: re.Match[str]) -> str:
+            name, comma, rest = found.groups()
+            if name in self._words:
+                return found.group()
+            return f"; here{comma} {rest}" if self._values.get(name) == {1} else ""
+
+        return _CASE.sub(case, text)
 
     def _may_be(self, name: str, mark: str, number: int) -> bool:
         """Says whether a constant has such a value in some kernel; one whose values are not known may."""
@@ -91,7 +107,8 @@ def _paragraph(lines: list[str], facts: Facts) -> list[str]:
         return lines
     text = " ".join(line.strip() for line in lines)
     if text.startswith("- "):
-        return [] if _sentences(text[2:], facts) != _bare(text[2:]) else [f"- {_bare(text[2:])}"]
+        whole = facts.of_this_build(_bare(text[2:]))
+        return [f"- {whole}"] if _sentences(whole, facts) == whole else []
     found = _sentences(text, facts)
     return [found] if found else []
 
@@ -105,7 +122,7 @@ def _bare(text: str) -> str:
 def _sentences(text: str, facts: Facts) -> str:
     """Returns the sentences before the first one that mentions what is not there."""
     kept = []
-    for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\d])", _bare(text)):
+    for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\d])", facts.of_this_build(_bare(text))):
         if not facts.allow(sentence):
             break
         kept.append(sentence)

@@ -19,7 +19,7 @@ from ...planning.launch import Constant, Constants, Launch
 from ...planning.problem import Plan
 from . import comments
 from .headers import Headers
-from .passes import NotExportableError, Operation, Variant, macro
+from .passes import NotExportableError, Operation, Variant, macro, variants_of
 from .program import Declaration, Unit
 from .specialise import Part, Settings, specialise
 from .tidy import LINE, tidy
@@ -78,10 +78,6 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 """
 
 
-# A comment and the empty line between it and what it explains.
-_ATTACHED = re.compile(r"^(// [^\n]*\n)\n(?=template|struct|enum|__device__)", re.MULTILINE)
-
-
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     settings = _settings(operations)
@@ -91,13 +87,12 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     trimmed = [_trimmed(operation, words) for operation in operations]
     # A word of Python that checkers of kernels search a file for is no good name of a variable.
     device = _renamed(tidy(_device(parts)), "pass", "round_index")
-    rest = "".join(_kernels(operation, words) for operation in trimmed) + _host(trimmed, names)
+    every = variants_of(operations)
+    rest = "".join(_kernels(operation, words, every) for operation in trimmed) + _host(trimmed, names, every)
     facts = comments.Facts(comments.words_of(device + rest), _values_of_constants(operations))
     device = tidy(comments.only_true(device, facts))
-    device = _ATTACHED.sub(r"\1", device)
-    several = len(operations[0].plans) > 1
-    every = sorted({macro for variant in operations[0].plans for macro in variant.macros}) if several else []
-    macros = _comment(f"Which variant is compiled is said by the macros {', '.join(every)}.") if every else ""
+    known = sorted({macro for variant in every for macro in variant.macros}) if len(every) > 1 else []
+    macros = _comment(f"Which variant is compiled is said by the macros {', '.join(known)}.") if known else ""
     include = '#include "emulated_ptx_hopper.h"\n' if emulated else ""
     return TOP.format(macros=macros) + include + "\n" + device.strip("\n") + "\n" + rest
 
@@ -106,8 +101,7 @@ def _arguments(parts: Sequence[Part]) -> dict[str, Members]:
     """Returns, for each kernel, the members that its arguments still have, with those of inner structs."""
     structs: dict[str | None, dict[str, Declaration]] = {}
     for part in parts:
-        unit = Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}")
-        found = {each.name: each for each in unit.declarations if each.kind == "struct"}
+        found = {each.name: each for each in _declarations(part) if each.kind == "struct"}
         structs.setdefault(part.kernel, {}).update(found)
     shared = structs.get(None, {})
     return {
@@ -115,6 +109,10 @@ def _arguments(parts: Sequence[Part]) -> dict[str, Members]:
         for kernel, found in structs.items()
         if kernel is not None and "Args" in found
     }
+
+
+def _declarations(part: Part) -> list[Declaration]:
+    return Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}").declarations
 
 
 def _struct_members(struct: Declaration, known: Mapping[str, Declaration]) -> Members:
@@ -208,10 +206,16 @@ def _device(parts: Sequence[Part]) -> str:
     text = ""
     for (kernel, namespace), group in groupby(parts, key=lambda part: (part.kernel, part.namespace)):
         full = f"{namespace}::{kernel}" if kernel else namespace
-        bodies = [f"{part.comment}\n\n{part.text}" if part.comment else part.text for part in group]
+        bodies = [_explained(part) for part in group]
         rule = f"// ==== The kernel {kernel} " + "=" * (LINE - len(kernel) - 24) + "\n\n" if kernel else ""
         text += f"\n{rule}namespace {full} {{\n\n" + "\n\n".join(bodies) + f"\n\n}}  // namespace {full}\n"
     return text
+
+
+def _explained(part: Part) -> str:
+    """Returns a header's text below the header's comment, which explains the only declaration if there is one."""
+    alone = len(_declarations(part)) == 1 and not part.text.startswith("//")
+    return f"{part.comment}{chr(10) if alone else chr(10) * 2}{part.text}" if part.comment else part.text
 
 
 # ---- which variants share a section
@@ -291,23 +295,24 @@ def _rectangle(gpus: frozenset[str], precisions: list[str], layouts: frozenset[s
 # ---- operations
 
 
-def _guarded(text: str, section: Section, operation: Operation) -> str:
-    condition = guard(section.plans, operation.plans)
+def guarded(text: str, chosen: Iterable[Variant], every: Sequence[Variant]) -> str:
+    """Returns a text that is compiled for the chosen variants of a file only."""
+    condition = guard(chosen, every)
     return f"\n#if {condition}\n{text}#endif\n" if condition else f"\n{text}"
 
 
-def _kernels(operation: Operation, words: Mapping[str, set[str]]) -> str:
+def _kernels(operation: Operation, words: Mapping[str, set[str]], every: Sequence[Variant]) -> str:
     """Writes the kernels of an operation with their constants, for every variant."""
     title = operation.name.replace("_", " ").capitalize()
     text = f"\n// ==== {title} " + "=" * (LINE - len(title) - 12) + "\n"
     for section in sections(operation):
         plan = section.plan
         own = ""
-        if len(operation.plans) > 1:
+        if len(every) > 1:
             own += _comment(f"For {'; '.join(str(v) for v in section.plans)}.")
         own += _comment(described(plan)) + "namespace tconv3d {\n\n"
         own += "\n".join(_kernel(operation, section, i, words) for i in range(len(plan.launches)))
-        text += _guarded(own + "\n}  // namespace tconv3d\n", section, operation)
+        text += guarded(own + "\n}  // namespace tconv3d\n", section.plans, every)
     return text
 
 
@@ -323,7 +328,7 @@ def parameters(operation: Operation) -> list[str]:
     return [*inputs, *outputs, *(["void* workspace"] if operation.has_workspace else []), "cudaStream_t stream"]
 
 
-def _host(operations: Sequence[Operation], names: Mapping[str, Members]) -> str:
+def _host(operations: Sequence[Operation], names: Mapping[str, Members], every: Sequence[Variant]) -> str:
     """Writes what launches the kernels, with no more than these launches need."""
     launches = [each for o in operations for plan in o.plans.values() for each in plan.launches]
     clusters = [cluster_of(each) for each in launches]
@@ -331,11 +336,11 @@ def _host(operations: Sequence[Operation], names: Mapping[str, Members]) -> str:
     for template, chosen in ((LAUNCH, [c == 1 for c in clusters]), (LAUNCH_CLUSTERS, [c > 1 for c in clusters])):
         own = [each for each, takes in zip(launches, chosen, strict=True) if takes]
         text += template % (ASK if any(each.shared_bytes > SMALL for each in own) else "") if own else ""
-    functions = "".join(_functions(operation, names) for operation in operations)
+    functions = "".join(_functions(operation, names, every) for operation in operations)
     return text + (PART if "part(workspace" in functions else "") + functions + "\n}  // namespace tconv3d\n"
 
 
-def _functions(operation: Operation, names: Mapping[str, Members]) -> str:
+def _functions(operation: Operation, names: Mapping[str, Members], every: Sequence[Variant]) -> str:
     text = ""
     for section in sections(operation):
         plan, start = section.plan, f"void launch_{operation.name}("
@@ -343,8 +348,9 @@ def _functions(operation: Operation, names: Mapping[str, Members]) -> str:
         if operation.has_workspace:
             own += f"long long {operation.name}_workspace() {{ return {plan.workspace_bytes}; }}\n"
         own += listed(start, parameters(operation), ") {", len(start))
-        own += "".join(_launch(operation, plan, i, names) for i in range(len(plan.launches)))
-        text += _guarded(own + "}\n", section, operation)
+        launches = [_launch(operation, plan, i, names) for i in range(len(plan.launches))]
+        own += launches[0] if len(launches) == 1 else "".join(f"  {{\n{each}  }}\n" for each in launches)
+        text += guarded(own + "}\n", section.plans, every)
     return text
 
 
@@ -452,9 +458,11 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Me
     cluster = cluster_of(launch)
     given = [f'"{launch.kernel}"', function, f"dim3{{{grid}}}", str(launch.threads), str(launch.shared_bytes)]
     given += ["args", "stream", *([str(cluster)] if cluster > 1 else [])]
-    start = "    launch_clusters(" if cluster > 1 else "    launch("
+    columns = 2 if len(plan.launches) == 1 else 4  # several launches are in blocks of their own
+    start = " " * columns + ("launch_clusters(" if cluster > 1 else "launch(")
     call = listed(start, given, ");", len(start))
-    return f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + call + "  }\n"
+    declared_as = f"{' ' * columns}const {launch.kernel}::Args args{{\n"
+    return declared_as + listed(" " * (columns + 4), fields, "};", columns + 4) + call
 
 
 def _fields(name: str, value: object, members: Members) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cuda_source import listed, parameters
-from .passes import Operation, Result
+from .cuda_source import guarded, listed, parameters
+from .passes import Operation, Result, Variant, variants_of
 
 TOP = """#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -36,20 +36,32 @@ at::Tensor scratch(long long bytes, const at::Tensor& like) {
 def host_source(operations: Sequence[Operation]) -> str:
     strided = any(result.strides for operation in operations for result in operation.results)
     text = TOP.replace("{more}", "#include <ATen/ops/empty_strided.h>\n" if strided else "")
+    every = variants_of(operations)
+    declared: dict[str, list[Variant]] = {}
     for operation in operations:
-        start = f"void launch_{operation.name}("
-        text += f"long long {operation.name}_workspace();\n" if operation.has_workspace else ""
-        text += listed(start, parameters(operation), ");", len(start))
-    layouts = {variant.layout for variant in operations[0].plans}
+        for line in _declarations(operation):
+            declared.setdefault(line, []).extend(operation.plans)
+    for line, variants in declared.items():
+        text += guarded(line, variants, every).removeprefix("\n")
+    layouts = {variant.layout for variant in every}
     one = f"constexpr auto kFormat = at::MemoryFormat::{FORMATS[next(iter(layouts))]};\n"
-    text += "\n}  // namespace tconv3d\n\n" + (BOTH_FORMATS if len(layouts) > 1 else one)
+    text += "\n}  // namespace tconv3d\n"
+    if any(result.volume for operation in operations for result in operation.results):
+        text += "\n" + (BOTH_FORMATS if len(layouts) > 1 else one)
     text += SCRATCH if any(operation.has_workspace for operation in operations) else ""
-    return text + "".join(_functions(operation) for operation in operations)
+    return text + "".join(guarded(_functions(each).removeprefix("\n"), each.plans, every) for each in operations)
+
+
+def _declarations(operation: Operation) -> list[str]:
+    """Declares what launches the kernels of an operation, and the size of its scratch memory if it needs any."""
+    start = f"void launch_{operation.name}("
+    size = [f"long long {operation.name}_workspace();\n"] if operation.has_workspace else []
+    return [*size, listed(start, parameters(operation), ");", len(start))]
 
 
 def function_names(operations: Sequence[Operation]) -> list[str]:
     """Returns the names of the functions that Python calls."""
-    return [name for o in operations for name in _names(o)]
+    return list(dict.fromkeys(name for operation in operations for name in _names(operation)))
 
 
 def _names(operation: Operation) -> list[str]:

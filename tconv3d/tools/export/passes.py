@@ -65,6 +65,11 @@ class Variant:
         return f"{gpu}, {self.precision}, {self.layout}"
 
     @property
+    def dtype(self) -> str:
+        """Returns the name of the type of the tensors."""
+        return "float32" if self.precision == "tf32" else self.precision
+
+    @property
     def macros(self) -> list[str]:
         """Returns the macros by which the source knows the variant."""
         return [macro(name) for name in (self.gpu, self.precision, self.layout)]
@@ -102,6 +107,11 @@ class Operation:
     def has_workspace(self) -> bool:
         """Says whether a plan needs scratch memory."""
         return any(plan.workspace_bytes for plan in self.plans.values())
+
+
+def variants_of(operations: Sequence[Operation]) -> list[Variant]:
+    """Returns the variants of a file, in the order of its operations."""
+    return list(dict.fromkeys(variant for operation in operations for variant in operation.plans))
 
 
 def variants(precisions: Sequence[str], layouts: Sequence[str], gpus: Sequence[str]) -> list[Variant]:
@@ -194,16 +204,12 @@ def _norm_grad(layer: Layer, chosen: Sequence[Variant]) -> Operation:
 
 def norm_problem(layer: Layer, variant: Variant) -> NormProblem:
     last = variant.layout == "channels_last_3d"
-    dtype = _dtype(variant)
-    activation = Activation(layer.batch, layer.out_channels, prod(layer.output_shape[2:]), dtype, last)
-    return NormProblem(activation, dtype, dtype, layer.norm_groups)
+    size = prod(layer.output_shape[2:])
+    activation = Activation(layer.batch, layer.out_channels, size, variant.dtype, last)
+    return NormProblem(activation, variant.dtype, variant.dtype, layer.norm_groups)
 
 
 # ---- convolutions
-
-
-def _dtype(variant: Variant) -> str:
-    return "float32" if variant.precision == "tf32" else variant.precision
 
 
 def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
@@ -222,13 +228,13 @@ def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
     )
     if which is Pass.BIAS_GRAD:
         output = strides(layer.output_shape)
-        return bias_grad_problem(layer.batch, layer.out_channels, layer.output_shape[2:], _dtype(variant), output)
+        return bias_grad_problem(layer.batch, layer.out_channels, layer.output_shape[2:], variant.dtype, output)
     return Problem(
         which,
         geometry,
         layer.batch,
         layer.size,
-        _dtype(variant),
+        variant.dtype,
         strides(layer.input_shape),
         strides(weight) if which is not Pass.WEIGHT_GRAD else contiguous_strides(weight),
         strides(layer.output_shape),

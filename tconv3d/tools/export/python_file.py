@@ -13,13 +13,13 @@ from .chain import Chain
 from .chain_text import chain_text, shapes_text
 from .cuda_source import cuda_source, described
 from .host_source import function_names, host_source
-from .passes import ANY, DEVICES, Operation, macro
+from .passes import ANY, DEVICES, Operation, Variant, macro, variants_of
 from .reference import Reference
 from .wrapping import wrapped
 
 FILE = '''"""{title}
 
-{settings}.
+{settings}
 One file: PyTorch 2.9 or newer, nvcc and a C++ compiler are all it needs.
 
     model = ModelNew(*get_init_inputs()).cuda()
@@ -38,37 +38,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils.cpp_extension import load_inline
+{once}from torch.utils.cpp_extension import load_inline
 {imports}
 SHAPE = {shape}  # [N, C_in, D, H, W], the shape of the convolution's input
 WEIGHT_SHAPE = {weight_shape}
-SETTINGS = {{
-{layer_settings}}}
-{norm_settings}PRECISIONS = ({precisions})
+{settings_of_modules}PRECISIONS = ({precisions})
 LAYOUTS = {{{layouts}}}
-CAPABILITIES = {{{capabilities}}}  # compute capability: {capability_values}
-DEVICE = "cuda"
+{capabilities}DEVICE = "cuda"
 
 
 {model}
 
 
-# ---- The operation, with its gradients.
+# ---- The operation{with_gradients}.
 
 
 {operation}
 
 
-def check_settings(module: nn.Module, expected: dict[str, Any]) -> None:
-    given = {{name: getattr(module, name) for name in expected if name != "bias"}}
-    if "bias" in expected:
-        given["bias"] = module.bias is not None
-    if given != expected:
-{mode_hint}        raise ValueError(f"this file was exported for {{expected}}, got {{given}}{hint}")
-
-
-def check(x: Tensor, *parameters: Tensor) -> None:
+{check_settings}def check(x: Tensor, *parameters: Tensor) -> None:
     weight = parameters[0]
     for name, tensor, shape in (("inputs", x, SHAPE), ("weights", weight, WEIGHT_SHAPE)):
         if tuple(tensor.shape) != shape:
@@ -82,11 +70,9 @@ def check(x: Tensor, *parameters: Tensor) -> None:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """The precision for tensors of a type. float32 follows torch.backends.cudnn.conv.fp32_precision."""
+    """The precision for tensors of a type{follows}."""
     name = str(dtype).removeprefix("torch.")
-    if name == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" and "tf32" in PRECISIONS:
-        return "tf32"
-    if name not in PRECISIONS:
+{tf32}    if name not in PRECISIONS:
         held = " ".join(PRECISIONS)
         raise TypeError(f"this file holds {{held}}, not {{name}}: export it with --dtype {{held}} {{name}}")
     return name
@@ -142,7 +128,24 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
+LEGEND = (
+    "In the formulas z is the element that the kernel has, v0, v1 and so on are numbers per channel, t0, t1 elements "
+    "of other tensors, and a, b, c numbers that are computed once."
+)
+ONCE = "The gradients cannot be differentiated again: PyTorch raises an error that says so."
+TWICE = "The gradients of gradients, of any order, are computed by the same kernels."
 VIEWS = ("view", "reshape", "expand", "permute", "squeeze", "unsqueeze", "getitem")
+CHECK_SETTINGS = """def check_settings(module: nn.Module, expected: dict[str, Any]) -> None:
+    given = {{name: getattr(module, name) for name in expected if name != "bias"}}
+{bias}    if given != expected:
+{mode_hint}        raise ValueError(f"this file was exported for {{expected}}, got {{given}}{hint}")
+
+
+"""
+TF32 = """    if name == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32":
+        return "tf32"
+"""
+FOLLOWS = ": float32 follows torch.backends.cudnn.conv.fp32_precision"
 MODE_HINT = """        modal = given.get("training") != expected.get("training")
         hint = ": export it with --eval, or without" if modal else ""
 """
@@ -162,21 +165,44 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
         layout = layout_of(x)
-        x, weight = ready(x, layout), ready(weight, layout)
-{save}        return compiled(x, layout).forward(x, weight{bias_argument})
+{save}        x, weight = ready(x, layout), ready(weight, layout)
+        return compiled(x, layout).forward(x, weight{bias_argument})
 
 {backward}'''
-CONVOLUTION_BACKWARD = """    @staticmethod
-    @once_differentiable
+CONVOLUTION_BACKWARD = '''    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dy = ready(dy, ctx.layout)
-        kernels = compiled(dy, ctx.layout)
-        wanted = ctx.needs_input_grad
+        return Gradients.apply(dy, *ctx.saved_tensors, ctx.layout, ctx.needs_input_grad)
+
+
+class Gradients(torch.autograd.Function):
+    """The wanted gradients of a convolution. Their own gradients are convolutions again, by the same kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dy: Tensor, x: Tensor, weight: Tensor, layout: str, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        ctx.layout = layout
+        ctx.save_for_backward(dy, x, weight)
+        ctx.set_materialize_grads(False)
+        dy, x, weight = ready(dy, layout), ready(x, layout), ready(weight, layout)
+        kernels = compiled(dy, layout)
 {together}        return (
             kernels.input_grad(dy, weight) if wanted[0] else None,
             kernels.weight_grad(dy, x) if wanted[1] else None,
-{bias_gradient}        )"""
+{bias_gradient}        )
+
+    @staticmethod
+    def backward({second_parameters}) -> tuple[Tensor | None, ...]:
+        """The gradients of dy, x and weight; those of {first_gradients} are given, or None."""
+        dy, x, weight = ctx.saved_tensors
+{zeros}        terms = [] if grad_dx is None else [Convolution.apply(grad_dx, weight{zeros_argument})]
+        terms += [] if grad_dw is None else [Convolution.apply(x, grad_dw{zeros_argument})]
+{bias_term}        dx = dweight = None
+        if grad_dw is not None:
+            dx = Gradients.apply(dy, x, grad_dw, ctx.layout, (True, False{false}))[0]
+        if grad_dx is not None:
+            dweight = Gradients.apply(dy, grad_dx, weight, ctx.layout, (False, True{false}))[1]
+        return sum(terms[1:], terms[0]) if terms else None, dx, dweight, None, None'''
 BLOCK = '''def block(x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
     """The transposed convolution of x, a ReLU and a GroupNorm, by the kernels of this file."""
     if torch.is_autocast_enabled(DEVICE):
@@ -246,7 +272,7 @@ def python_file(
     follows, if anything does.
     """
     layer = reference.layer
-    variants = list(operations[0].plans)
+    variants = variants_of(operations)
     precisions, layouts, gpus = (
         list(dict.fromkeys(getattr(v, each) for v in variants)) for each in ("precision", "layout", "gpu")
     )
@@ -254,18 +280,22 @@ def python_file(
     cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
     several = len(variants) > 1
-    convolves = chain is None or not (forward_only or chain.training)
+    convolves = chain is None or not (forward_only or chain.trains)
     together = any(each.name == "backward" for each in operations)
     model, imports = reference.written(
         None if chain is None else list(chain.paths.values()), chain is None or not convolves
     )
-    settings = _model_settings(reference, chain)
+    settings = _settings(layer) if "SETTINGS)" in model else ""
+    settings += _norm_settings(reference) + _model_settings(reference, chain)
     functions = [_operation(layer, together, forward_only)] if convolves else []
     functions += [chain_text(chain, layer, together, forward_only, NO_BACKWARD)] if chain is not None else []
     text = FILE.format(
         title=_title(reference),
-        settings=_sentence(str(layer)),
-        how=_how(operations) + _notes(chain, why_not, forward_only),
+        settings=_wrapped(f"A transposed 3D convolution of {layer}.".replace(" on ", " channels on ", 1)).rstrip(
+            "\n"
+        ),
+        how=_how(operations, variants[0]) + _notes(chain, why_not, forward_only, bool(layer.norm_groups)),
+        with_gradients="" if forward_only else ", with its gradients",
         fixed=_wrapped(
             "The shape of the input is fixed. The file holds " + _holds(precisions, layouts, gpus, forward_only) + "."
         ).replace("\n  ", "\n"),
@@ -274,16 +304,18 @@ def python_file(
         imports=f"{imports}\n" if imports else "",
         shape=layer.input_shape,
         weight_shape=layer.weight_shape,
-        layer_settings=_settings(layer),
-        norm_settings=_norm_settings(reference) + settings,
+        settings_of_modules=settings,
         precisions=", ".join(f'"{each}"' for each in precisions) + ("," if len(precisions) == 1 else ""),
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
-        capabilities=", ".join(f'{DEVICES[gpu].capability}: "{macro(gpu)}"' for gpu in reversed(gpus)),
-        capability_values="the macro of the kernels that run there" if several else "the name of its GPU",
+        capabilities=_capabilities(gpus, several),
         model=model,
         operation="\n\n\n".join(functions),
-        mode_hint=MODE_HINT if '"training"' in settings else "",
-        hint="{hint}" if '"training"' in settings else "",
+        check_settings=_check_settings(settings),
+        follows=FOLLOWS if "tf32" in precisions else "",
+        tf32=TF32 if "tf32" in precisions else "",
+        once="from torch.autograd.function import once_differentiable\n"
+        if any("@once" in f for f in functions)
+        else "",
         records=RECORDS if any("records_gradients(" in each for each in (model, *functions)) else "",
         dense=DENSE if any("dense(" in each for each in functions) else "",
         choose_gpu=_choose_gpu(gpus, several),
@@ -294,8 +326,6 @@ def python_file(
         cpp=host,
         cuda=cuda,
     )
-    if forward_only:
-        text = text.replace("from torch.autograd.function import once_differentiable\n", "")
     if "functional." in model:
         text = text.replace(
             "from torch.utils.cpp_extension", "from torch.nn import functional\nfrom torch.utils.cpp_extension", 1
@@ -330,6 +360,29 @@ def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
     return check + left_out + chosen
 
 
+def _capabilities(gpus: Sequence[str], several: bool) -> str:
+    """Writes which compute capabilities run which kernels; kernels that run on every GPU need no table."""
+    if several:
+        chosen = [gpu for gpu in reversed(gpus) if gpu != ANY]
+        entries = ", ".join(f'{DEVICES[gpu].capability}: "{macro(gpu)}"' for gpu in chosen)
+        return f"CAPABILITIES = {{{entries}}}  # compute capability: the macro of the kernels that run there\n"
+    entries = ", ".join(f'{DEVICES[gpu].capability}: "{gpu}"' for gpu in gpus)
+    return "" if ANY in gpus else f"CAPABILITIES = {{{entries}}}  # compute capability: the name of its GPU\n"
+
+
+def _check_settings(settings: str) -> str:
+    """Writes the function that compares a module's settings with those that the file has in its code."""
+    if "SETTINGS" not in settings:
+        return ""
+    modal, several = '"training"' in settings, settings.count("SETTINGS = ") > 1 or '"bias": ' not in settings
+    bias = '        given["bias"] = module.bias is not None\n'
+    return CHECK_SETTINGS.format(
+        bias=f'    if "bias" in expected:\n{bias}' if several else bias[4:],
+        mode_hint=MODE_HINT if modal else "",
+        hint="{hint}" if modal else "",
+    )
+
+
 def _title(reference: Reference) -> str:
     if reference.title:
         return _sentence(reference.title)
@@ -342,25 +395,28 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _how(operations: Sequence[Operation]) -> str:
-    """Lists the operations with the kernels that run, for the first variant of the file."""
+def _how(operations: Sequence[Operation], variant: Variant) -> str:
+    """Lists the operations with the kernels that run for a variant."""
     lines = []
-    for operation in operations:
-        plan = next(iter(operation.plans.values()))
+    for operation in (each for each in operations if variant in each.plans):
+        plan = operation.plans[variant]
         computed = f" Computes {operation.note}." if operation.note else ""
         told = described(plan).replace("a pass over", "a sweep over")  # checkers take the word for Python's
         lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {told}{computed}"))
-    return "".join(lines)
+    return "".join([*lines, *([_wrapped(f"- {LEGEND}")] if any(each.note for each in operations) else [])])
 
 
-def _notes(chain: Chain | None, why_not: str, forward_only: bool) -> str:
+def _notes(chain: Chain | None, why_not: str, forward_only: bool, layer_norm: bool) -> str:
     """Says what moves into the weight, and what PyTorch computes."""
     notes = [f"PyTorch computes what follows the convolution, because {why_not}."] if why_not else []
+    if not forward_only:
+        once = layer_norm or (chain is not None and chain.trains)
+        notes.append(ONCE if once else TWICE)
     if chain is not None:
         notes += [f"{_sentence(chain.moved)} moves into the weight, which is computed once."] if chain.moved else []
         left = [each for each in chain.left if each not in VIEWS]
         notes += [f"PyTorch computes behind the kernels: {', '.join(left)}."] if left else []
-        if not forward_only and chain.training is None:
+        if not forward_only and not chain.trains:
             notes.append(
                 "In calls with gradients PyTorch computes what follows the convolution, and differentiates it; "
                 "the convolution and its gradients are kernels of this file."
@@ -416,6 +472,7 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
             bias_gradient=gradient,
             together=at_once if together else "",
             dbias=", dbias" if layer.bias else "",
+            **_second(layer),
         )
     return template.format(
         bias=", bias" if layer.bias else "",
@@ -426,6 +483,22 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
         recorded="" if forward_only else "records_gradients(*tensors), ",
         recorded_parameter="" if forward_only else "recorded: bool, ",
     )
+
+
+def _second(layer: Layer) -> dict[str, str]:
+    """Returns what the second derivatives of a convolution with a bias have, and of one without."""
+    names = ["dx", "dw", "db"] if layer.bias else ["dx", "dw"]
+    parameters = ", ".join(["ctx: Any", *(f"grad_{name}: Tensor | None" for name in names)])
+    zeros = "        zeros = dy.new_zeros(dy.shape[1])  # a bias that adds nothing\n"
+    term = "        terms += [] if grad_db is None else [grad_db.reshape(1, -1, 1, 1, 1).expand_as(dy)]\n"
+    return {
+        "second_parameters": f"\n        {parameters}\n    " if layer.bias else parameters,
+        "first_gradients": ", ".join(names[:-1]) + f" and {names[-1]}",
+        "zeros": zeros if layer.bias else "",
+        "zeros_argument": ", zeros" if layer.bias else "",
+        "bias_term": term if layer.bias else "",
+        "false": ", False" if layer.bias else "",
+    }
 
 
 def _settings(layer: Layer) -> str:
@@ -440,7 +513,7 @@ def _settings(layer: Layer) -> str:
         "dilation": layer.dilation,
         "bias": layer.bias,
     }
-    return _entries(values, 4)
+    return "SETTINGS = {\n" + _entries(values, 4) + "}\n"
 
 
 def _norm_settings(reference: Reference) -> str:

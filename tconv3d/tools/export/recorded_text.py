@@ -43,9 +43,9 @@ class Text:
 class Writer:
     """Writes some of a recording's steps; `known` are the tensors that have names before."""
 
-    def __init__(self, recording: Recording, known: Mapping[Ref, str], device: str) -> None:
-        self.recording = recording
-        self.device = f"{device}.device"  # where new tensors are made
+    def __init__(self, recording: Recording, known: Mapping[Ref, str], like: str) -> None:
+        self.recording, self.like = recording, like  # the name of a tensor with the device and the type of new ones
+        self.device = f"{like}.device"
         self.values: dict[Ref, Text] = {ref: Text(name) for ref, name in known.items()}
         self.taken = set(known.values())
         self.lines: list[str] = []
@@ -181,7 +181,8 @@ class Writer:
         if "device" in options and options["device"] != before.device:
             given.append(self.device)
         if "dtype" in options and options["dtype"] != before.dtype:
-            given.append(repr(options["dtype"]))
+            own = f"torch.{self.recording.variant.dtype}"
+            given.append(repr(options["dtype"]).replace(own, f"{self.like}.dtype" if "16" in own else own))
         if "memory_format" in options and options["memory_format"] is not torch.preserve_format:
             given.append(f"memory_format={options['memory_format']}")
         return Text(f"{self._value(source).inside}.to({', '.join(given)})")

@@ -27,7 +27,8 @@ from ...torch_ops.executor import OPERANDS, WITH_STATISTICS
 from ...torch_ops.problems import RESULT_TYPES, OperandAddresses, Tail, tf32_level
 from ...torch_ops.pytorch_ops import statistics_dtype
 from ...torch_ops.runner import Runner
-from .passes import DEVICES, Operation, Result, Variant
+from .formulas import formula
+from .passes import DEVICES, STRIDES, Operation, Result, Variant
 
 aten = torch.ops.aten
 
@@ -238,11 +239,11 @@ class Recording(Runner):
         if tail is not None:
             names = tail.among(names)
             planner.check_over_channels(problem, DEVICES[self.variant.gpu])
-            note = ", then ".join(_plain(each) for each in (tail.expression, tail.channels) if each)
+            note = ", then ".join(formula(each) for each in (tail.expression, tail.channels) if each)
             operands = (*given, *((tail.vectors, *tail.wholes) if tail.has_operands else ()))
         plan = planner.plan(problem, DEVICES[self.variant.gpu])
         plain = tail is None and not statistics and {self.ref(x), self.ref(weight)} <= set(self.inputs)
-        note = "" if note == "Value" else note
+        note = "" if note == "z" else note
         self._add("forward" if plain else "fused_forward", plan, names, (*operands, None, y, *statistics), note)
         return y, *statistics
 
@@ -256,10 +257,9 @@ class Recording(Runner):
     ) -> None:
         found = plan()
         types = ("Expression", "Expressions", "Program", "Before", "After")
-        told = [f"{_plain(str(value))}" for name, value in found.launches[0].constants if name in types]
-        self._add(
-            NAMES[found.kernel], found, names, operands, ", then ".join(each for each in told if each != "Value")
-        )
+        told = [formula(str(value)) for name, value in found.launches[0].constants if name in types]
+        note = ", then ".join(each for each in told if len(each) > 1)  # one letter is an operand as it is
+        self._add(NAMES[found.kernel], found, names, operands, note)
 
     def _add(
         self, name: str, plan: Plan, names: tuple[str, ...], operands: Sequence[Tensor | None], note: str
@@ -270,24 +270,19 @@ class Recording(Runner):
         written = dict(zip(names[border + 1 :], operands[border + 1 :], strict=False))
         over = any(result is each for result in written.values() for each in given.values())
         kind = next(iter(given.values())).dtype
-        results = tuple(
-            Result(
-                key,
-                tuple(each.shape),
-                dtype="" if each.dtype is kind else RESULT_TYPES[each.dtype],
-                strides=each.stride(),
-            )
-            for key, each in written.items()
-            if each is not None
-        )
+        results = tuple(self._result(key, each, kind) for key, each in written.items() if each is not None)
         operation = self.operations.add(name, tuple(given), results, plan, note, over)
         made = tuple(self.ref(each) for each in written.values() if each is not None)
         args = tuple(self.ref(each) for each in given.values())
         self.steps.append(Step(operation, args, {}, made, made if over else ()))
 
-
-def _plain(cpp: str) -> str:
-    return cpp.replace("tconv3d::", "")
+    def _result(self, name: str, tensor: Tensor, kind: torch.dtype) -> Result:
+        """Describes a result; its strides are left out if it is contiguous, or a volume in the memory format."""
+        shape, dtype = tuple(tensor.shape), "" if tensor.dtype is kind else RESULT_TYPES[tensor.dtype]
+        if tensor.dim() == 5 and tensor.stride() == STRIDES[self.variant.layout](shape):
+            return Result(name, shape, volume=True, dtype=dtype)
+        strides = () if tensor.is_contiguous() else tensor.stride()
+        return Result(name, shape, dtype=dtype, strides=strides)
 
 
 class _Watching(TorchDispatchMode):

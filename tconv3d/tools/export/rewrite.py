@@ -184,6 +184,8 @@ class Rewriter:
         return self.text[node.start : first.start] + ", ".join(self.render(each) for each in kept) + ";"
 
     def loop(self, node: Node) -> str | None:
+        if self.f.is_known(node) is False:  # it never runs
+            return None
         body = node.need("body")
         rendered = self.branch(body)
         parts = [node.get(role) for role in ("initializer", "condition", "update")]

@@ -15,7 +15,7 @@ from .program import declarator_name, parameter_name
 from .syntax import Node
 from .trace_base import Findings
 from .trace_expressions import Expressions
-from .values import Closure, Enumerator, Functions, Instance, Object, Pointer, Record, Scope
+from .values import Closure, Enumerator, Functions, Instance, Object, Pointer, Record, Scope, as_int
 
 __all__ = ["Findings", "Tracer"]
 
@@ -133,6 +133,10 @@ class Tracer(Expressions):
 
     def loop(self, node: Node, scope: Scope) -> None:
         inner = Scope(scope)
+        runs = self.runs(node, scope)
+        self.note(node, runs)
+        if runs is False:
+            return
         first = node.get("initializer")
         if first is not None:
             self.statement(first, inner) if first.kind.endswith(("declaration", "statement")) else self.effect(
@@ -146,9 +150,25 @@ class Tracer(Expressions):
             self.effect(update, inner)
         self.statement(node.need("body"), inner)
 
+    def runs(self, node: Node, scope: Scope) -> bool | None:
+        """Says that a loop `for (int i = first; i < end; ...)` over known numbers never runs its body, or None."""
+        first, condition = node.get("initializer"), node.get("condition")
+        declarators = first.fields.get("declarator", []) if first is not None else []
+        if condition is None or condition.kind != "binary_expression" or len(declarators) != 1:
+            return None
+        name, value = declarator_name(declarators[0]), declarators[0].get("value")
+        left = condition.need("left")
+        if name is None or value is None or left.text != name.text or condition.need("operator").text.strip() != "<":
+            return None
+        self.quiet += 1
+        start, end = as_int(self.value(value, scope)), as_int(self.value(condition.need("right"), scope))
+        self.quiet -= 1
+        return False if start is not None and end is not None and start >= end else None
+
     def declaration(self, node: Node, scope: Scope) -> None:
         constant = node.has("type_qualifier", "constexpr") or node.has("type_qualifier", "const")
         type_ = self.type_of(node.need("type"), scope)
+        is_auto = node.need("type").kind == "placeholder_type_specifier"
         for declarator in node.fields.get("declarator", []):
             name = declarator_name(declarator)
             value_node = declarator.get("value")
@@ -161,7 +181,7 @@ class Tracer(Expressions):
                 value = None
             if isinstance(value, (Closure, int, Record, Enumerator)):
                 found: Any = value
-            elif own is not None:
+            elif own is not None and not (isinstance(value, Object) and is_auto):
                 found = Object(own)
             else:
                 found = value if isinstance(value, Object) else None

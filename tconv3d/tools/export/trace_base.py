@@ -94,7 +94,6 @@ class Base:
         self.walked: set[Any] = set()
         self.values: dict[Any, Any] = {}
         self.quiet = 0
-        self.computing = 0
         self.steps = 0
         self.closures: dict[Node, Closure] = {}
         self.called: set[Node] = set()
@@ -119,7 +118,7 @@ class Base:
                 return scope.names[name]
             if scope.instance is not None:
                 found = self.find_member(scope.instance, name)
-                if found is not None:
+                if found is not None and found[1].declaration.name != name:  # a struct's own name is no constructor
                     return self.declared(*found)
             if scope.parent is None:
                 return self.global_name(name, scope)

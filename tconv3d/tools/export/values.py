@@ -6,7 +6,7 @@ An expression whose value or type is not known means None.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .program import Declaration
@@ -83,7 +83,6 @@ class Config:
     """The constants that a kernel is compiled with."""
 
     constants: dict[str, Any]
-    used: set[str] = field(default_factory=set)
 
 
 class Instance:
