@@ -284,7 +284,7 @@ def _divided(
     """
     state = _State(graph, set(inside), dict(known), {value, *wholes}, channels_last, deferring)
     tensors: list[Start] = [((value, *wholes), shape_of(value))]  # where rounds may begin
-    joined: list[Start] = []  # the same for several tensors that rounds have read and written
+    joined: list[Start] = []  # where rounds may begin at several tensors, read and written before
     found = [_rounds(state, *tensors[0])]
     while (each := found[-1]).left:
         state.inside |= {node for node in graph.nodes if node not in each.left}

@@ -115,7 +115,9 @@ class Behind(nn.Module):
 @pytest.mark.parametrize("name", NORMED)
 def test_gradients_of_what_follows_a_norm(name: str, norm: nn.Module) -> None:
     """The gradient of what follows the norm is written once, by a pass along channels; the norm's passes read it."""
-    dtype, layout = (torch.float32, LAST) if name == "softmax" else (torch.bfloat16, torch.contiguous_format)
+    # The gradient of the bias before a BatchNorm is 0, beside which the roundings of 16-bit numbers are large.
+    wide = name == "softmax" or isinstance(norm, nn.BatchNorm3d)
+    dtype, layout = (torch.float32, LAST) if wide else (torch.bfloat16, torch.contiguous_format)
     model, x = fused(Behind(copy.deepcopy(norm), name), dtype), operand(dtype, layout)
     check_gradients(model, x, 20 if dtype == torch.float32 else 12)
     with tconv3d.use_backend("emulator"):

@@ -14,6 +14,7 @@ struct MmaChannels {
   using Channels = ChannelProgram<C>;
   using Sums = float[C::kPhases][C::kTilesM][C::kTilesN][4];
   static_assert(C::kWarpsN == 1 && Layout::kSlices == 1 && C::kGroups == 1, "a warp holds all channels");
+  static_assert(C::kSplits == 1, "sums are complete");
 
   const Tile& tile;
   int warp_m, lane;
