@@ -28,14 +28,13 @@ from ..planning.offers import Answer, Offer, Refusal
 from ..planning.problem import Device, Norm, Pass, Plan, Problem, is_channels_last
 from ..runtime import compiler, packs
 from ..tails.algebra import Moved
-from ..tails.expressions import VALUE
 from ..tails.kinds import Kind
 from ..torch_ops import checks, choosing, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import DTYPES, OperandAddresses
 from .explanation import AxisExplanation, Explanation, PassExplanation
-from .fuse import FusedTail
+from .fuse import FusedTail, with_tail
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 
 LEFT = "PyTorch's operator"  # shown in place of a kernel's name if the planner refuses a layer
@@ -103,7 +102,7 @@ def tail_launches(block: FusedTail, input: Tensor, extra: Sequence[Any], device:
     """
     call = call_of(block.convolution, input)
     kind = block.example_kind(input, extra)
-    problem = None if isinstance(kind, str) else _tail_problem(kind, call)
+    problem = None if isinstance(kind, str) else _tail_problem(kind, call, device)
     if problem is None or _refusal(problem.geometry) is not None:
         return ()
     return _launches_of(_plans([problem], device))
@@ -446,16 +445,16 @@ def _explain_tail(block: FusedTail, call: Call, extra: Sequence[Any], gpu: str |
     Gradients are those of calls that record them, whose forward pass stores the convolution's plain result.
     """
     device, ceilings = find_gpu(gpu, call[0])
-    report, kind = block.example_report(call[0], extra), block.example_kind(call[0], extra)
+    report, kind = block.example_report(call[0], extra, device), block.example_kind(call[0], extra)
     plain = replace(_explain(*call, (device, ceilings)), tail=tuple(report.lines))
     if isinstance(kind, str):
         return replace(plain, layer=f"{plain.layer}, tail")
-    problem = _tail_problem(kind, call)
+    problem = _tail_problem(kind, call, device)
     forward = [] if problem is None else _explain_passes([problem], device, ceilings)
     return replace(plain, layer=f"{plain.layer}, tail", passes=(*forward, *plain.passes[1:]))
 
 
-def _tail_problem(kind: Kind, call: Call) -> Problem | None:
+def _tail_problem(kind: Kind, call: Call, device: Device) -> Problem | None:
     """Returns the forward pass that evaluates a tail, or None if the tail leaves no convolution."""
     stages = kind.prepared.stages
     if stages.moved is not None:
@@ -463,14 +462,7 @@ def _tail_problem(kind: Kind, call: Call) -> Problem | None:
         if given is None:
             return None
         call = given
-    problem = problems_of(*call)[0]
-    taken, operands = stages.statistics, stages.operands
-    if taken is not None:
-        problem = replace(problem, norm=Norm(taken.groups, 0.0))
-    if taken is not None or stages.epilogue != VALUE:
-        vectors, wholes = len(operands.vectors), len(operands.wholes)
-        problem = replace(problem, tail=stages.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes)
-    return problem
+    return with_tail(kind, problems_of(*call)[0], device)[0]
 
 
 def _moved_call(moved: Moved, call: Call) -> Call | None:

@@ -9,7 +9,7 @@ over it, if the whole tail can run so; otherwise the tail runs as it is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 
+from ..planning import planner
 from ..planning.planner import Refused
+from ..planning.problem import Device, Norm, Problem
 from ..tails.expressions import VALUE
 from ..tails.kinds import Kind, Kinds
-from ..torch_ops import checks, dispatch, ops
+from ..torch_ops import checks, dispatch, executor, ops, problems
 from ..torch_ops.casting import cast_operands
 from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.dispatch import recording
+from ..torch_ops.problems import OperandAddresses, Tail
 from .conditions import is_constant
 from .functional import conv_transpose3d
 from .modules import ConvTranspose3d, arguments
@@ -41,6 +44,8 @@ class FuseReport:
     pytorch: tuple[str, ...]  # the operators that run in PyTorch behind the fused part
     why_not: str = ""  # why nothing is fused
     gradients: tuple[str, ...] = ()  # what calls that record gradients run instead
+    channels: str = ""  # what the kernel computes over the channels of a position, "" if there is nothing
+    behind: str = ""  # why a pass computes what follows over the channels, "" if it does not
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -53,8 +58,10 @@ class FuseReport:
         lines = (
             ("in the weight", self.weight),
             ("in the convolution's kernel", self.kernel),
+            ("over channels in the convolution's kernel", self.channels),
             ("statistics of its result", self.statistics),
             *(("in one pass over its result", each) for each in self.passes),
+            ("not in the convolution's kernel", self.behind),
             ("in PyTorch", ", ".join(self.pytorch)),
         )
         found = [f"{name}: {text}" for name, text in lines if text] or ["nothing follows the convolution"]
@@ -118,7 +125,9 @@ class FusedTail(nn.Module):
         Unless gradients are switched off, what calls that record gradients run is part of the report.
         """
         kind = self._kind(input, extra)
-        return FuseReport("", "", "", (), (), kind) if isinstance(kind, str) else _report(kind, input, self, extra)
+        if isinstance(kind, str):
+            return FuseReport("", "", "", (), (), kind)
+        return _report(kind, input, self, extra, executor.device_of(input))
 
     def example_kind(self, input: Tensor, extra: Sequence[Any]) -> Kind | str:
         """Returns what a call with tensors of this kind would run, on any device; they may have no data."""
@@ -127,10 +136,12 @@ class FusedTail(nn.Module):
             x, *rest = (_example(each, weight.device) for each in (input, *extra))
         return self._kinds.find(x, weight, bias, convolution_of(*settings), rest, self._state())
 
-    def example_report(self, input: Tensor, extra: Sequence[Any]) -> FuseReport:
-        """Returns the report of `example_kind`."""
+    def example_report(self, input: Tensor, extra: Sequence[Any], device: Device) -> FuseReport:
+        """Returns the report of `example_kind` for a device."""
         kind = self.example_kind(input, extra)
-        return FuseReport("", "", "", (), (), kind) if isinstance(kind, str) else _report(kind, input, self, extra)
+        if isinstance(kind, str):
+            return FuseReport("", "", "", (), (), kind)
+        return _report(kind, input, self, extra, device)
 
     def train(self, mode: bool = True) -> FusedTail:
         """Switches between training and evaluation; what was computed from weights is computed again."""
@@ -193,8 +204,37 @@ def _example(value: Any, device: torch.device) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _report(kind: Kind, input: Tensor, block: FusedTail, extra: Sequence[Any]) -> FuseReport:
+def with_tail(kind: Kind, problem: Problem, device: Device) -> tuple[Problem, str]:
+    """Returns a forward pass with what its kernel computes of a tail, and why that is not more ("" if it is all)."""
     s = kind.prepared.stages
+    if s.statistics is not None:
+        problem = replace(problem, norm=Norm(s.statistics.groups, 0.0))
+    if s.statistics is not None or s.over_channels is not None or s.epilogue != VALUE:
+        vectors, wholes = len(s.operands.vectors), len(s.operands.wholes)
+        problem = replace(problem, tail=s.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes, tail_reads=s.reads)
+    if s.over_channels is None:
+        return problem, ""
+    tail = s.over_channels_of(Tail(s.epilogue.cpp))
+    inside = replace(problem, channels=tail.channels, per_position=tail.kind[-1])
+    why = planner.why_not_over_channels(inside, device)
+    return (inside, "") if why is None else (problem, why)
+
+
+def _over_channels(kind: Kind, input: Tensor, block: FusedTail, device: Device) -> str | None:
+    """Returns why the kernel does not compute what follows over channels, "" if it does; None if nothing follows."""
+    if kind.prepared.stages.over_channels is None:
+        return None
+    weight, bias, *settings = arguments(block.convolution, input, None)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        x, w, b = (_example(each, weight.device) for each in (input, weight, bias))
+        operands = cast_operands(x, w, b, keep=False)
+    problem, _ = problems.forward(*operands, convolution_of(*settings), OperandAddresses())
+    return with_tail(kind, problem, device)[1]
+
+
+def _report(kind: Kind, input: Tensor, block: FusedTail, extra: Sequence[Any], device: Device) -> FuseReport:
+    s = kind.prepared.stages
+    behind = _over_channels(kind, input, block, device)
     taken, passed = s.statistics, [each for each in extra if isinstance(each, Tensor)]
     layer = block.convolution
     wanted = recording(input, layer.weight, layer.bias, *passed, *kind.captured)
@@ -209,9 +249,11 @@ def _report(kind: Kind, input: Tensor, block: FusedTail, extra: Sequence[Any]) -
         statistics=""
         if taken is None
         else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
-        passes=s.rounds.passes,
+        passes=s.rounds.passes[1:] if behind == "" else s.rounds.passes,
         pytorch=s.rounds.left_names,
         gradients=kind.recorded(passed).texts if wanted else (),
+        channels=str(s.over_channels) if behind == "" else "",
+        behind=behind or "",
     )
 
 

@@ -4,7 +4,9 @@
 // An epilogue is an activation (`apply`): ReLU, or any expression. It says whether the kernel also stores the
 // moments of its outputs (moments.cuh) for a norm layer that follows, which saves a pass over memory, and
 // whether the expression has operands besides the sum (kHasOperands): numbers of each channel of a batch item
-// (vectors) and tensors of y's shape and strides (whole tensors). Kernels call finish(), which knows both.
+// (vectors) and tensors of y's shape and strides, or with fewer batch items or channels (whole tensors).
+// Kernels call finish(), which knows both. kOverChannels: a program over the channels of every position
+// follows it (over_channels.cuh).
 #pragma once
 
 #include "common.cuh"
@@ -13,7 +15,8 @@
 namespace tconv3d {
 
 struct Identity {
-  static constexpr bool kLeavesMoments = false, kHasOperands = false;
+  static constexpr bool kLeavesMoments = false, kHasOperands = false, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   template <class Acc>
   static __device__ __forceinline__ Acc apply(Acc sum) {
     return sum;
@@ -21,7 +24,8 @@ struct Identity {
 };
 
 struct Relu {
-  static constexpr bool kLeavesMoments = false, kHasOperands = false;
+  static constexpr bool kLeavesMoments = false, kHasOperands = false, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   static __device__ __forceinline__ float apply(float sum) { return ptx::max_or_nan(sum, 0.0f); }
   static __device__ __forceinline__ double apply(double sum) { return sum < 0 ? 0 : sum; }  // NaN stays NaN
 };
@@ -30,19 +34,29 @@ struct Relu {
 // numbers.
 template <class Expression, bool kRounded>
 struct Evaluated {
-  static constexpr bool kLeavesMoments = false, kHasOperands = false;
+  static constexpr bool kLeavesMoments = false, kHasOperands = false, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   template <class Acc>
   static __device__ __forceinline__ Acc apply(Acc sum) {
     return Expression::of(OnlyValue<Acc, kRounded>{sum});
   }
 };
 
+// How a whole tensor lies in memory: the type of its elements; whether it has one batch item, for all of y's;
+// and how many channels share each of its elements, 1 or all. kLast: y is channels-last.
+template <class Element, bool kOneItem, int kChannels, bool kChannelsLast>
+struct Read {
+  using Type = Element;
+  static constexpr bool kForAll = kOneItem, kLast = kChannelsLast;
+  static constexpr int kSharing = kChannels;
+};
 // Any expression of the sum, of kVectorCount vectors and of kWholeCount whole tensors. The kernel's Args then
 // have the members tail_vectors, [vector][batch item][channel], tail_whole_0 and so on, and tail. kAlign is a
 // power of two that divides the channels of a group.
 template <class Expression, bool kFromRounded, int kVectorCount, int kWholeCount, int kAlign>
 struct EvaluatedWith {
-  static constexpr bool kLeavesMoments = false, kHasOperands = true;
+  static constexpr bool kLeavesMoments = false, kHasOperands = true, kOverChannels = false;
+  static constexpr bool kOnePerPosition = false;
   static constexpr int kVectors = kVectorCount, kWholes = kWholeCount, kAlignedChannels = kAlign;
 
   // The operands of an output.
@@ -66,6 +80,29 @@ struct EvaluatedWith {
   template <class Acc>
   static __device__ __forceinline__ Acc apply(const Operands<Acc>& operands) {
     return Expression::of(operands);
+  }
+  // How whole tensor kIndex lies in memory.
+  template <int kIndex, class Scalar>
+  static __device__ constexpr auto kind() {
+    return Read<Scalar, false, 1, false>{};
+  }
+};
+
+// Any expression with operands, one of whose whole tensors at least lies otherwise than y.
+template <class Expression, bool kFromRounded, int kVectorCount, int kWholeCount, int kAlign, class First,
+          class Second, class Third, class Fourth>
+struct EvaluatedReading : EvaluatedWith<Expression, kFromRounded, kVectorCount, kWholeCount, kAlign> {
+  template <int kIndex, class Scalar>
+  static __device__ constexpr auto kind() {
+    if constexpr (kIndex == 0) {
+      return First{};
+    } else if constexpr (kIndex == 1) {
+      return Second{};
+    } else if constexpr (kIndex == 2) {
+      return Third{};
+    } else {
+      return Fourth{};
+    }
   }
 };
 
@@ -137,6 +174,26 @@ __device__ __forceinline__ void load_vectors_of_run(const Arguments& args, const
   }
 }
 
+// Where the first element of a whole tensor for a run lies, and how far apart they are.
+struct WholeRun {
+  long long place, step;
+};
+template <class Kind, bool kChannels, class Arguments>
+__device__ __forceinline__ WholeRun whole_run(const Arguments& args, const OutputRun& run) {
+  WholeRun found = {run.offset, run.step};
+  if constexpr (Kind::kSharing > 1) {
+    if constexpr (Kind::kLast) {
+      found = {(run.offset - run.channel) / Kind::kSharing, run.step / Kind::kSharing};
+    } else {
+      found.place -= (run.n * (Kind::kSharing - 1LL) + run.channel) * args.tail.volume;
+    }
+    if constexpr (kChannels) found.step = 0;
+  }
+  if constexpr (Kind::kForAll)
+    found.place -= run.n * args.tail.volume * (Kind::kSharing > 1 ? 1 : args.tail.channels);
+  return found;
+}
+
 // Applies the epilogue of Config to a run of sums, in place. kChannels: the run has neighbouring channels.
 template <class Config, bool kChannels, class Acc, int kCount, class Arguments = Args>
 __device__ __forceinline__ void finish(const Arguments& args, const OutputRun& run, Acc (&sums)[kCount]) {
@@ -147,18 +204,21 @@ __device__ __forceinline__ void finish(const Arguments& args, const OutputRun& r
   } else {
     using Scalar = typename Config::Scalar;
     typename Epilogue::template Operands<Acc> operands[kCount] = {};
-    // Whole tensors begin at multiples of 16 bytes, as y does.
-    const bool together = run.step == 1 && run.present >= kCount && run.offset % kCount == 0;
     static_for<Epilogue::kWholes>([&](auto index) {
       constexpr int kIndex = decltype(index)::value;
-      const Scalar* const from = whole_of<kIndex, Scalar>(args) + run.offset;
-      Vector<Scalar, kCount> values = {};
+      using Kind = decltype(Epilogue::template kind<kIndex, Scalar>());
+      using Type = typename Kind::Type;
+      const WholeRun own = whole_run<Kind, kChannels>(args, run);
+      // Whole tensors begin at multiples of 16 bytes, as y does.
+      const bool together = own.step == 1 && run.present >= kCount && own.place % kCount == 0;
+      const Type* const from = whole_of<kIndex, Type>(args) + own.place;
+      Vector<Type, kCount> values = {};
       if (together) {
         values = load_vector<kCount>(from);
       } else {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          if (i < run.present) values.at[i] = from[i * run.step];
+          if (i < run.present) values.at[i] = from[i * own.step];
         }
       }
 #pragma unroll

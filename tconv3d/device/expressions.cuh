@@ -214,6 +214,22 @@ struct Local {
   }
 };
 
+// A quotient by a local number, which mostly is one of several quotients by the same number, such as those of
+// a softmax: the compiler computes the reciprocal once.
+template <class A, int kIndex>
+struct Quotient<A, Local<kIndex>> {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    using Acc = typename In::Acc;
+    const Acc a = A::of(in), b = in.template local<kIndex>();
+    if constexpr (In::kRounded) {
+      return a * (Acc(1) / b);
+    } else {
+      return a / b;
+    }
+  }
+};
+
 // The operands of an expression without vectors and whole tensors.
 template <class Accumulator, bool kFromRounded>
 struct OnlyValue {

@@ -312,6 +312,14 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned add
                : "memory");
 }
 
+// Loads two matrices in the same way.
+__device__ __forceinline__ void load_matrices(unsigned (&words)[2], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(address)
+               : "memory");
+}
+
 // Multiplies 16 rows of A with 8 columns of B over 32 bytes of K, and adds to `sum`. With g = lane/4 and t =
 // lane%4, a lane has rows g and g + 8 of A at word t of K (a[0], a[1]) and at word t + 4 (a[2], a[3]), column
 // g of B at words t and t + 4, and the sums of rows g and g + 8 at columns 2t and 2t + 1. A word is a TF32
@@ -334,6 +342,25 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
         "{%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// Does the same over 16 bytes of K: words t of A (a[0], a[1]) and of B.
+template <Operand kOperand>
+__device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&a)[2],
+                                              const unsigned (&b)[1]) {
+  if constexpr (kOperand == Operand::kTf32) {
+    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  } else if constexpr (kOperand == Operand::kFloat16) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  } else {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
   }
 }
 

@@ -21,7 +21,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, isinf
+from math import inf, isinf, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ DERIVED = DIRECTORY / "derived"
 MODELS = Path(__file__).with_name("models")
 MODEL_FILE = "TCONV3D_MODEL_FILE"  # environment variable: a file of constants in place of the folder's, to try others
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
+INSTRUCTIONS = 0.7  # per operation of a program over channels; a softmax has 12 operations and takes 8 instructions
+SHARING = 4  # lanes that share the channels of a position
+LANES = 128  # instructions that a multiprocessor issues per cycle, each for one lane
 DERIVED_SURCHARGE = 1.2  # price over predicted time of a kernel with derived rates, unless these say another
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
 # Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
@@ -78,6 +81,29 @@ def microseconds(kernel: str, problem: Problem, work: Work, device: Device, kind
         return inf
     rates = rates_of(kernel, kind or kind_of(problem), device, work.tensor_cores)
     return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
+
+
+def pass_microseconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted time of a pass that reads a forward pass's result and writes what follows it."""
+    gpu = gpus.known(device) or GPUS[REFERENCE]
+    y = problem.batch * problem.geometry.out_channels * prod(problem.output_size) * problem.item_bytes
+    written = y // problem.geometry.out_channels if problem.per_position else y
+    return DEFAULT["launches"] + (y + written) / (gpu.copy * 1e6)
+
+
+def program_cycles(problem: Problem, device: Device) -> float:
+    """Returns the cycles of a multiprocessor for a program over channels, which no other warp hides.
+
+    Operations of elements are counted for each channel of a position, those of positions for each lane that has it.
+    """
+    final, *steps = problem.channels.split("tconv3d::Then<")
+    positions = problem.batch * prod(problem.output_size)
+    operations = 0
+    for part in (final, *steps):
+        each = part.startswith("tconv3d::Reduced<") or "EachElement<" in part
+        channels = problem.geometry.out_channels
+        operations += part.count("<") * (channels if each else min(channels, SHARING))
+    return positions * operations * INSTRUCTIONS / (LANES * device.multiprocessors)
 
 
 @lru_cache(maxsize=4096)

@@ -37,15 +37,18 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> list[Launch]:
     ]
 
 
-def behind_copy(plan: Plan, copy: Launch, region: str, size: int, why: str) -> Plan:
-    """Returns the plan of gradients that read a copy of dy, which `copy` writes to a region of `size` bytes."""
-    workspace_bytes, regions = placed(plan, {region: size})
-    first, *others = renamed(plan, {"dy": region})
+def behind_copies(plan: Plan, copy: Launch, copies: Mapping[str, tuple[str, int]], why: str) -> Plan:
+    """Returns the plan of gradients that read copies of operands, which `copy` writes.
+
+    `copies` has the region and its bytes for the name of each operand that is copied.
+    """
+    workspace_bytes, regions = placed(plan, dict(copies.values()))
+    first, *others = renamed(plan, {operand: region for operand, (region, _) in copies.items()})
     return replace(
         plan,
         kernel=f"{copy.kernel} + {plan.kernel}",
         why=f"{why}: {plan.why}",
-        # An overlapping launch may read dy before it waits, so the one after the copy must not overlap.
+        # An overlapping launch may read a copy before it waits, so the one after the copy must not overlap.
         launches=(copy, replace(first, overlaps=False), *others),
         workspace_bytes=workspace_bytes,
         regions=regions,

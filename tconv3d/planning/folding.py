@@ -25,7 +25,7 @@ from math import prod
 
 from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, STRIDES, Arguments
 from .calibration import DEFAULT, Work
-from .detour import Asking, Planning, behind_copy, placed, renamed
+from .detour import Asking, Planning, behind_copies, placed, renamed
 from .geometry import Geometry, Triple
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted
@@ -160,6 +160,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     found = folded(problem)
     if problem.has_operands:
         return "what follows the convolution reads tensors that are not folded"
+    if problem.channels:
+        return "the channels of a position are not neighbours"
     if found is None:
         return "the weight is neither contiguous nor channels-last"
     if found.channels > MOST_CHANNELS:
@@ -231,7 +233,7 @@ def _folded_gradients(problem: Problem, products: Plan) -> Plan:
     assert layer is not None
     fold = layer.launch("dy", FOLDED, problem.output, problem.aligned)
     why = f"dy folded to {layer.channels} channels and kernel 1, then"
-    plan = behind_copy(products, fold, FOLDED, layer.bytes, why)
+    plan = behind_copies(products, fold, {"dy": (FOLDED, layer.bytes)}, why)
     return replace(plan, tile=products.tile or f"{layer.channels} channels of {prod(layer.size)} positions")
 
 

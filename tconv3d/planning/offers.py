@@ -120,7 +120,14 @@ def alone(
         return Refusal(kernel, passes, refusal)
     make = partial(plan, problem, device)
     factor = calibration.surcharge(kernel, device)
-    return Offer(kernel, passes, problem, device, partial(work, problem, device), make, surcharge=factor)
+    counted = partial(_with_program, work, problem, device)
+    return Offer(kernel, passes, problem, device, counted, make, surcharge=factor)
+
+
+def _with_program(work: Count, problem: Problem, device: Device) -> Work:
+    """Returns the work of a pass and of the program over channels that follows it."""
+    found = work(problem, device)
+    return replace(found, cycles=found.cycles + calibration.program_cycles(problem, device))
 
 
 Cover: TypeAlias = tuple[Offer, ...]

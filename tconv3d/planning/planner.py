@@ -6,7 +6,8 @@ may compute several. Launches of gradients may name any of "dy", "x", "weight", 
 and the regions of their workspace.
 
 The planner adds the launches for the statistics of a following norm. A family only declares `HAS_EPILOGUE` if its
-kernel applies `Problem.activation`, and `Plan.moments` if its kernel writes the moments for the statistics.
+kernel applies `Problem.activation`, `HOLDS_CHANNELS` if its kernel also runs programs over channels, and
+`Plan.moments` if its kernel writes the moments for the statistics.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from math import isinf, prod
 from types import ModuleType
 
 from ..families.depthwise import lines as depthwise_lines_planner
@@ -39,7 +41,7 @@ from ..families.weight_grad import hopper as hopper_weight_grad_planner
 from ..families.weight_grad import rows as rows_weight_grad_planner
 from ..families.weight_grad import via_contiguous as turned_planner
 from ..families.weight_grad import warps as weight_grad_planner
-from . import aligning, folding, repertoire
+from . import aligning, calibration, folding, repertoire
 from .arguments import with_tail
 from .geometry import Geometry
 from .launch import Launch
@@ -81,6 +83,9 @@ MOST_DIRECT_PHASES = 2**16  # phases per layer for the direct family, which comp
 LONGEST_STRIDE = 1024  # along one dimension: a kernel is compiled with three 32-bit tables of this length
 LONGEST_KERNEL = 2**16  # taps along one dimension
 FARTHEST = 2**30  # elements from an input to an output it contributes to, along one dimension: offsets have 32 bits
+
+
+OVER_CHANNELS_PRICE = 1.05  # price over predicted time of kernels that run programs over channels, not yet measured
 
 
 class Refused(NotImplementedError):
@@ -138,6 +143,9 @@ def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer
     epilogue = any(wanted[which].has_epilogue for which in answer.passes)
     if isinstance(answer, Offer) and epilogue and not getattr(family, "HAS_EPILOGUE", False):
         return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue")
+    over_channels = any(wanted[which].channels for which in answer.passes)
+    if isinstance(answer, Offer) and over_channels and not getattr(family, "HOLDS_CHANNELS", False):
+        return Refusal(answer.kernel, answer.passes, "no warp of its kernel holds all channels of a position")
     return answer
 
 
@@ -163,6 +171,35 @@ def plan(problem: Problem, device: Device, pytorch: bool = False) -> Plan:
         return plan_of(taken(wanted, device, pytorch), wanted, device)
 
 
+@lru_cache(maxsize=4096)
+def why_not_over_channels(problem: Problem, device: Device) -> str | None:
+    """Returns why the convolution's kernel does not run the program over channels that follows it; None if it does.
+
+    Without it the kernel stores its tail, and a pass reads that and writes the result.
+    """
+    if problem.geometry.groups > 1:
+        return "the channels of a position are in several groups"
+    check_limits(problem.geometry)
+    stored = replace(problem, channels="", per_position="")
+    with meeting({problem.which: problem}, device):
+        found, plain = ({problem.which: each} for each in (problem, stored))
+        offers = [each for each in answers(found, device) if isinstance(each, Offer)]
+        best_offers = ranked(tuple(found), offers, 1)
+        if not best_offers or isinf(best_offers[0][0].price):
+            return "no kernel that takes the layer holds all channels of a position in a warp"
+        inside = OVER_CHANNELS_PRICE * sum(offer.price for offer in best_offers[0])
+        behind = sum(offer.price for offer in taken(plain, device)) + calibration.pass_microseconds(problem, device)
+    if inside >= behind:
+        return f"predicted {inside:.0f} us, and {behind:.0f} us with one more pass"
+    return None
+
+
+def check_over_channels(problem: Problem, device: Device) -> None:
+    """Raises `Refused` for a problem with a program over channels that a pass over the stored tail computes."""
+    if problem.channels and (why := why_not_over_channels(problem, device)) is not None:
+        raise Refused(why)
+
+
 def plan_of(cover: Cover, wanted: Wanted, device: Device) -> Plan:
     """Returns one plan for all passes of a cover. Offers must be asked and planned within one `meeting`."""
     return _in_turn(plans_of(cover, wanted, device))
@@ -181,7 +218,8 @@ def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
 
 def _with_operands(plan: Plan, problem: Problem) -> Plan:
     """Returns a plan whose launches also get the operands of the problem's tail."""
-    sizes = problem.tail_vectors, problem.tail_wholes, problem.batch, problem.geometry.out_channels
+    volume = prod(problem.output_size)
+    sizes = problem.tail_vectors, problem.tail_wholes, problem.batch, problem.geometry.out_channels, volume
     return replace(
         plan,
         launches=tuple(with_tail(launch, *sizes) for launch in plan.launches),
@@ -209,6 +247,7 @@ def aside() -> Iterator[None]:
 def forget() -> None:
     """Forgets the first volume of every layer, so that the next volume counts as the first."""
     plan.cache_clear()
+    why_not_over_channels.cache_clear()
     repertoire.forget()
     for _, family in FAMILIES:
         if hasattr(family, "forget"):

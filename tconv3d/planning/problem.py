@@ -74,6 +74,15 @@ def float32_in_pytorch(geometry: Geometry) -> bool:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Describes a tensor that a tail reads: its C++ type, and whether it has one batch item or channel for all."""
+
+    scalar: str
+    one_item: bool = False
+    one_channel: bool = False
+
+
+@dataclass(frozen=True)
 class Problem:
     """Describes one pass of one layer over tensors of known size, type and strides.
 
@@ -97,8 +106,12 @@ class Problem:
     relu: bool = False  # the forward pass stores the ReLU of its result
     tail: str = ""  # C++ name of the expression of its result that the forward pass stores (device/expressions.cuh)
     tail_vectors: int = 0  # vectors, numbers for each channel of a batch item, that the tail reads
-    tail_wholes: int = 0  # tensors of y's shape, type and strides that the tail reads
+    tail_wholes: int = 0  # tensors that the tail reads, of y's shape, type and strides unless `tail_reads` has others
+    tail_reads: tuple[Read, ...] = ()  # how each of them lies in memory, if one of them lies otherwise than y
     norm: Norm | None = None  # the forward pass also computes the statistics of the values it stores
+    # C++ name of the program over the channels of a position that follows the tail (device/axis_program.cuh)
+    channels: str = ""
+    per_position: str = ""  # C++ type of the elements of a result with one number per position; "" if it has channels
 
     def allowing(self, tf32: int) -> Problem:
         """Returns the problem in the precision that is due where PyTorch's switches allow TF32 or not.
@@ -113,14 +126,31 @@ class Problem:
 
     @property
     def activation(self) -> str:
-        """The C++ name of the epilogue in device/epilogue.cuh."""
+        """The C++ name of the epilogue in device/epilogue.cuh or device/over_channels.cuh."""
+        if self.channels:
+            result = self.per_position or "void"
+            return f"tconv3d::OverChannels<{self._pointwise}, {self.channels}, {result}, {self._rounded}>"
+        return self._pointwise
+
+    @property
+    def _pointwise(self) -> str:
         if self.has_operands:
             aligned = gcd(self.geometry.out_per_group, 16)
             counts = f"{self.tail_vectors}, {self.tail_wholes}, {aligned}"
-            return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}>"
+            if not self.tail_reads:
+                return f"tconv3d::EvaluatedWith<{self.tail}, {self._rounded}, {counts}>"
+            kinds = [self._kind(each) for each in self.tail_reads]
+            listed = ", ".join([*kinds, *kinds[:1] * 4][:4])
+            return f"tconv3d::EvaluatedReading<{self.tail}, {self._rounded}, {counts}, {listed}>"
         if self.tail:
             return f"tconv3d::Evaluated<{self.tail}, {self._rounded}>"
         return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
+
+    def _kind(self, read: Read) -> str:
+        """Returns the C++ name of how a tensor that the tail reads lies in memory (device/epilogue.cuh)."""
+        last = "true" if self.output[1] == 1 and self.output[4] != 1 else "false"
+        sharing = self.geometry.out_channels if read.one_channel else 1
+        return f"tconv3d::Read<{read.scalar}, {'true' if read.one_item else 'false'}, {sharing}, {last}>"
 
     @property
     def _rounded(self) -> str:
@@ -135,7 +165,7 @@ class Problem:
     @property
     def has_epilogue(self) -> bool:
         """Tells whether the forward pass stores anything but its sums."""
-        return self.relu or self.tail != ""
+        return self.relu or self.tail != "" or self.channels != ""
 
     @property
     def output_size(self) -> Triple:
@@ -159,7 +189,8 @@ class Problem:
         y = self.batch * g.out_channels * prod(self.output_size)
         w = g.in_channels * g.out_per_group * g.taps
         b = g.out_channels if self.bias else 0
-        moved = y + b if self.which is Pass.BIAS_GRAD else x + y + w + b + self.tail_wholes * y
+        written = y // g.out_channels if self.per_position else y
+        moved = y + b if self.which is Pass.BIAS_GRAD else x + written + w + b + self.tail_wholes * y
         return moved * self.item_bytes
 
 

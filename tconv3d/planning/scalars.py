@@ -15,6 +15,7 @@ SCALARS = {
     "float32": "float",
     "float64": "double",
 }
+RESULTS = {**SCALARS, "int64": "long long"}  # types of results that may be indices
 INT32_MAX = 2**31 - 1
 
 

@@ -89,6 +89,9 @@ class Turning:
         log_words = (TILE_WORDS * (2 if self.pairs else 1)).bit_length() - 1
         channels, positions = (self.rows, self.columns) if self.channels_are_rows else (self.columns, self.rows)
         log_channels = max(LEAST, (min(channels, MAX_CHANNELS) - 1).bit_length())
+        if channels > MAX_CHANNELS:  # narrower tiles, where these have fewer channels past the last one
+            wide, narrow = (-(-channels >> log) << log for log in (log_channels, log_channels - 1))
+            log_channels -= narrow < wide
         log_positions = min(log_words - log_channels, max(1, (positions - 1).bit_length()))
         log_channels = min(max(LEAST, (channels - 1).bit_length()), log_words - log_positions, MOST_OF_A_SIDE)
         return (log_channels, log_positions) if self.channels_are_rows else (log_positions, log_channels)

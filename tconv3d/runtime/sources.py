@@ -111,7 +111,8 @@ def _includes(data: bytes) -> Iterable[str]:
 
 def modules(name: str) -> Files:
     """Returns a module and the package's modules that it imports, directly or indirectly, by their full names."""
-    return _closure(name, _module_file, lambda module, path: _imports(module, path, _read(path).mentions))
+    locate = functools.cache(_module_file)  # most modules are imported by several others
+    return _closure(name, locate, lambda module, path: _imports(module, path, _read(path).mentions, locate))
 
 
 @functools.cache
@@ -144,7 +145,9 @@ def _names(imported: str) -> list[str]:
     return [part.split()[0] for part in _COMMENT.sub("", imported).split(",") if part.strip()]
 
 
-def _imports(module: str, path: Path, statements: Iterable[str]) -> Iterable[str]:
+def _imports(
+    module: str, path: Path, statements: Iterable[str], locate: Callable[[str], Path | None]
+) -> Iterable[str]:
     """Yields full names of the modules that import statements may mean. Only a package can contain modules."""
     package = (module if path.name == "__init__.py" else module.rpartition(".")[0]).split(".")
     for statement in statements:
@@ -153,7 +156,7 @@ def _imports(module: str, path: Path, statements: Iterable[str]) -> Iterable[str
         above = package[: len(package) - level + 1] if level else []
         full = ".".join([*above, *filter(None, [base[level:]])])
         yield full
-        found = _module_file(full)
+        found = locate(full)
         if found is None or found.name == "__init__.py":
             yield from (f"{full}.{name}" for name in filter(None, names.split(",")))
 

@@ -3,7 +3,7 @@
 A position node has one number for every place that is left when the axis is taken away, for example the maximum over
 channels. A late node has a number for every element and is computed from position nodes, for example a softmax. The
 pass is written as a program: steps that each give one number per position, then the expression that is stored
-(families/norm/axis_program.cuh). This module knows graphs and shapes, no kernels.
+(device/axis_program.cuh). This module knows graphs and shapes, no kernels.
 """
 
 from __future__ import annotations
@@ -250,9 +250,13 @@ class Axes:
         if len(placed) > MOST_PLACED or count > MOST_STEPS:
             return None
         writer = _AxisWriter(
-            self.full, starts[0], self._elements(elements), locals=len(placed) + count, positions=self.positions
+            self.full,
+            starts[0],
+            self._elements(elements),
+            locals=len(placed) + count,
+            tensors=starts[1:],
+            positions=self.positions,
         )
-        writer.wholes.extend(starts[1:])
         for index, each in enumerate(placed):
             writer.names[each] = local(index)
         written, sweeps = self._steps(steps, writer, len(placed))

@@ -8,7 +8,7 @@ constant along a channel's volume, and whole tensors. This module knows graphs a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -63,6 +63,17 @@ def is_view(node: fx.Node) -> bool:
     source = meta(node.all_input_nodes[0])
     same = meta(node).device == source.device and meta(node).layout == source.layout
     return same and meta(node).dtype in FLOATS and source.dtype in (*FLOATS, torch.bool)
+
+
+def aliases(value: fx.Node) -> set[fx.Node]:
+    """Returns a node and its views."""
+    found = {value}
+    waiting = [value]
+    while waiting:
+        views = [each for each in waiting.pop().users if each.op == "call_function" and is_view(each)]
+        found.update(views)
+        waiting.extend(views)
+    return found
 
 
 _CONSTANTS: dict[Any, Callable[[fx.Node], Any]] = {
@@ -135,10 +146,11 @@ class Writer:
     kind: torch.dtype | None = None  # type that whole tensors must have; None if any may be listed
     names: dict[fx.Node, Expression] = field(default_factory=dict)  # nodes whose expressions are known
     locals: int = 0  # local numbers that exist before the expression binds its own
+    tensors: Collection[fx.Node] = ()  # elements that are whole tensors, which exist
 
     def write(self, node: fx.Node, shared: bool = True) -> Expression:
         """Returns a node as an expression. With `shared`, what is used several times is computed once."""
-        order = _inside(node, self.elements, self.value)
+        order = _inside(node, self.elements, {self.value, *self.tensors})
         uses = Counter(
             self._source(each) for n in order if not is_view(n) for each in n.args if isinstance(each, fx.Node)
         )
@@ -158,7 +170,7 @@ class Writer:
 
     def _source(self, node: fx.Node) -> fx.Node:
         """Returns the node whose elements a chain of views has."""
-        while node is not self.value and node in self.elements and node not in self.wholes and is_view(node):
+        while node is not self.value and node in self.elements and node not in self.tensors and is_view(node):
             node = node.all_input_nodes[0]
         return node
 
@@ -171,7 +183,7 @@ class Writer:
             return names[node]
         if node not in self.elements and (value := constant(unexpanded(node))) is not None:
             return number(value)
-        if node not in self.elements or node.op == "placeholder":
+        if node not in self.elements or node.op == "placeholder" or node in self.tensors:
             return self._leaf(node if node in self.elements else unexpanded(node), target)
         if is_expanded_vector(node, self.full):
             return self._leaf(unexpanded(node), shape_of(node))
@@ -193,13 +205,13 @@ class Writer:
         return whole(self.wholes.index(node))
 
 
-def _inside(node: fx.Node, elements: Container[fx.Node], start: fx.Node) -> list[fx.Node]:
+def _inside(node: fx.Node, elements: Container[fx.Node], starts: Container[fx.Node]) -> list[fx.Node]:
     """Returns the element nodes that a node is computed from and the node itself, in the order of the graph."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         each = waiting.pop()
-        if each in found or each is start or each not in elements or each.op == "placeholder":
+        if each in found or each in starts or each not in elements or each.op == "placeholder":
             continue
         found.add(each)
         waiting.extend(each.all_input_nodes)

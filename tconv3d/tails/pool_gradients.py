@@ -81,8 +81,9 @@ class Gathers:
         """Returns the pass that stores the gradient of the pool, or a function of it."""
         gather = self.gather
         assert gather is not None
-        writer = Writer(self.full, starts[0], {**elements, **self.late}, names={gather: local(0)}, locals=1)
-        writer.wholes.extend(starts[1:])
+        writer = Writer(
+            self.full, starts[0], {**elements, **self.late}, names={gather: local(0)}, locals=1, tensors=starts[1:]
+        )
         expression = writer.write(node)
         size = as_triple(gather.args[2])
         step = as_triple(gather.args[3]) if gather.args[3] else size

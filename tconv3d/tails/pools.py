@@ -93,8 +93,7 @@ class Pools:
         """Returns the pass that stores the result of a pool, or a function of it."""
         value = self.pooled[node]
         pool = value if value in self.pools else value.all_input_nodes[0]
-        before = Writer(self.full, starts[0], elements)
-        before.wholes.extend(starts[1:])
+        before = Writer(self.full, starts[0], elements, tensors=starts[1:])
         first = before.write(pool.all_input_nodes[0])
         after = _After(shape_of(value), value, self.pooled, vectors=before.vectors, full_before=self.full)
         last = after.write(node)

@@ -160,6 +160,7 @@ class _Sorted:
     small: dict[fx.Node, int] = field(default_factory=dict)
     reductions: dict[fx.Node, tuple[Reduction, int]] = field(default_factory=dict)
     left: list[fx.Node] = field(default_factory=list)
+    cut: fx.Node | None = None  # a late node of the axis that is written for later rounds
 
     def holds(self, node: fx.Node) -> bool:
         return node in self.elements or node in self.small or any(kind.holds(node) for kind in self.kinds)
@@ -203,8 +204,36 @@ class _Sorted:
         """Returns the shape of a tensor that will exist and that a node is a pointwise function of, or None."""
         if node.op == "call_function" and (node in self.elements or node in self.gathers.late):
             return self.full
+        if node in self.axes.late and self.cut not in (None, node) and not self._uses_positions(node):
+            return self.full
         value = self.pools.pooled.get(node, node)
         return None if value is node else shape_of(value)
+
+    def cut_axis(self) -> None:
+        """Finds the node through which alone all late nodes that others need depend on numbers of positions.
+
+        A pass along the axis writes it, and later rounds compute the others from it.
+        """
+        ends = {each for node in self.left for each in node.all_input_nodes if each in self.axes.late}
+        for node in reversed(self.axes.late if len(ends) > 1 else ()):
+            if shape_of(node) == self.full and meta(node).dtype is self.axes.kind and node.op == "call_function":
+                self.cut = node
+                if not any(self._uses_positions(each) for each in ends):
+                    return
+        self.cut = None
+
+    def _uses_positions(self, node: fx.Node) -> bool:
+        """Tells whether a late node depends on numbers of positions other than through the cut."""
+        seen = {self.cut}
+        waiting = [node]
+        while waiting:
+            each = waiting.pop()
+            if each in self.axes.positions or each in self.axes.placed:
+                return True
+            if each not in seen and each in self.axes.late:
+                waiting.extend(each.all_input_nodes)
+            seen.add(each)
+        return False
 
     def _add_small(self, node: fx.Node, level: int) -> None:
         large = any(each in self.large for each in node.all_input_nodes)
@@ -254,20 +283,43 @@ def _divided(
     With `deferring` a round writes no element node for later rounds, which can compute it again from the same tensor.
     """
     state = _State(graph, set(inside), dict(known), {value, *wholes}, channels_last, deferring)
-    tensors: list[tuple[tuple[fx.Node, ...], Shape]] = [((value, *wholes), shape_of(value))]  # where rounds may begin
+    tensors: list[Start] = [((value, *wholes), shape_of(value))]  # where rounds may begin
+    joined: list[Start] = []  # the same for several tensors that rounds have read and written
     found = [_rounds(state, *tensors[0])]
     while (each := found[-1]).left:
         state.inside |= {node for node in graph.nodes if node not in each.left}
         ends = [((node,), shape) for node, shape in each.ends.items() if meta(node).dtype in FLOATS]
-        tensors += [end for end in ends if _used(end[0][0], each.left)]
+        ends = [end for end in ends if _used(end[0][0], each.left)]
+        tensors += ends
+        joined += _joined(tensors[0], ends)
         state.large.update(each.ends)
         state.known.update(dict.fromkeys([*state.large, *each.computed]))
-        following = (_rounds(state, *start) for start in reversed(tensors))
-        further = next((one for one in following if one.ends or one.sums), None)
-        if further is None:
+        one = _first_useful(state, tensors)
+        two = None if one is not None and not one.left else _first_useful(state, joined)
+        if one is None or (two is not None and len(two.left) < len(one.left)):
+            one = two
+        if one is None:
             break
-        found.append(further)
+        found.append(one)
     return Divided(tuple(found), found[-1].left)
+
+
+def _first_useful(state: _State, starts: list[Start]) -> Rounds | None:
+    """Returns the round that begins at the latest of these tensors and computes anything."""
+    following = (_rounds(state, *start) for start in reversed(starts))
+    return next((one for one in following if one.ends or one.sums), None)
+
+
+Start = tuple[tuple[fx.Node, ...], Shape]  # tensors of one shape that exist, where a round may begin
+
+
+def _joined(first: Start, ends: Iterable[Start]) -> Iterator[Start]:
+    """Yields the tensors of the first round together with those of their shape and type that a round has written."""
+    (value, *wholes), shape = first
+    more = [node for (node,), other in ends if other == shape and meta(node).dtype is meta(value).dtype]
+    more = [node for node in more if meta(node).dim() == 5]
+    if more and len(wholes) + len(more) <= MOST_WHOLE:
+        yield (value, *wholes, *more), shape
 
 
 @dataclass
@@ -316,6 +368,7 @@ def _round(state: _State, starts: tuple[fx.Node, ...], full: Shape, refused: set
     ends = {each for node in (*found.left, output) for each in node.all_input_nodes}
     left = found.left
     if state.deferring:
+        found.cut_axis()
         again = _recomputed(found, set(output.all_input_nodes))
         left = [node for node in nodes if node in again or node in set(found.left)]
         ends = {each for node in (*left, output) for each in node.all_input_nodes} - again
@@ -420,8 +473,7 @@ def _launch(
     full: Shape,
     locals: int = 0,
 ) -> Launch | None:
-    writer = Writer(full, starts[0], elements, locals=locals)
-    writer.wholes.extend(starts[1:])
+    writer = Writer(full, starts[0], elements, locals=locals, tensors=starts[1:])
     expressions = tuple(writer.write(node) for node in nodes)
     if not _fits(writer.wholes, writer.vectors, expressions):
         return None

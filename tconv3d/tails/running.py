@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..planning.planner import Refused
+from ..planning.problem import contiguous_strides
 from ..torch_ops import axis_executor, kept, pool_executor, tail_executor
 from ..torch_ops.casting import below_autocast, stream_of
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.runner import RUNNER, Runner
-from .axes import AxisPass
+from .axes import AxisPass, padded
 from .expressions import VALUE
-from .pointwise import Shape, is_view, rows_of
+from .pointwise import Shape, aliases, rows_of
 from .pool_gradients import GatherPass
 from .pools import PoolPass
 from .rounds import Divided, Pass, Reduction, Rounds, Written
@@ -50,6 +52,7 @@ class Prepared:
 
     stages: Stages
     steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
+    _behind: bool = False  # no kernel computes the first round over channels
     _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
 
     def run(
@@ -97,6 +100,10 @@ class Prepared:
             env.update(means_and_variances(found, s.statistics))
             return result
 
+        inside = self._over_channels(input, weight, bias, convolution, tail, runner)
+        if inside is not None:
+            run_rounds(s.graph, s.rounds, env, runner=runner, first=inside)
+            return outputs(s.graph, env)
         if s.moved is None:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
@@ -104,13 +111,31 @@ class Prepared:
         run_rounds(s.graph, s.rounds, env, runner=runner)
         return outputs(s.graph, env)
 
+    def _over_channels(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        tail: Tail,
+        runner: Runner,
+    ) -> Tensor | None:
+        """Returns the result of the first round if the convolution's kernel computes it, over channels."""
+        if self.stages.over_channels is None or self._behind:
+            return None
+        try:
+            return runner.forward(input, weight, bias, convolution, True, self.stages.over_channels_of(tail))
+        except Refused:
+            self._behind = True
+            return None
+
     def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
         """Returns the epilogue with its operands, laid out as the convolution's result."""
         s, like = self.stages, self.stages.fed.meta["val"]
         if vectors is None and s.operands.vectors:
             vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
-        return Tail(s.epilogue.cpp, vectors, wholes)
+        return Tail(s.epilogue.cpp, vectors, wholes, s.reads)
 
     def _start(
         self,
@@ -160,11 +185,24 @@ class Prepared:
 
 
 def run_rounds(
-    graph: fx.GraphModule, divided: Divided, env: Env, keep: bool = False, runner: Runner = RUNNER
+    graph: fx.GraphModule,
+    divided: Divided,
+    env: Env,
+    keep: bool = False,
+    runner: Runner = RUNNER,
+    first: Tensor | None = None,
 ) -> None:
-    """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise."""
+    """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise.
+
+    `first` is what the only pass of the first round has written, if it has run already.
+    """
     formed: Env = {}  # what passes have written, with five dimensions
-    for each in divided.rounds:
+    rounds = divided.rounds
+    if first is not None:
+        _compute_ready(rounds[0].small, env)
+        _keep(rounds[0].passes[0], first, env, formed)
+        rounds = rounds[1:]
+    for each in rounds:
         x = formed[each.value] if each.value in formed else env[each.value]
         if axis_executor.is_channels_last(x) != each.channels_last:  # passes are planned for one layout
             x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
@@ -188,12 +226,16 @@ def _run_round(
             env[reduction.node] = _finished(reduction, total)
     _compute_ready(rounds.small, env)
     needed = {each for node in rounds.left for each in node.all_input_nodes} | set(_output(graph).all_input_nodes)
-    keep = keep or bool(needed & _aliases(rounds.value))
+    keep = keep or bool(needed & aliases(rounds.value))
     for one in rounds.passes:
         overwrite = not keep and one is rounds.passes[-1]
-        y = _run_pass(one, x, env, overwrite, runner)
-        shape = one.node.meta["val"].shape
-        formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
+        _keep(one, _run_pass(one, x, env, overwrite, runner), env, formed)
+
+
+def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
+    """Notes what a pass has written, with five dimensions and with the shape of its node."""
+    shape = one.node.meta["val"].shape
+    formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
 def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -> Tensor:
@@ -212,17 +254,6 @@ def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -
     program = one.program.cpp, one.sweeps, one.each
     sides = _placed(one, env, x), _along(one, env, x)
     return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner)
-
-
-def _aliases(value: fx.Node) -> set[fx.Node]:
-    """Returns a node and its views."""
-    found = {value}
-    waiting = [value]
-    while waiting:
-        views = [each for each in waiting.pop().users if each.op == "call_function" and is_view(each)]
-        found.update(views)
-        waiting.extend(views)
-    return found
 
 
 def captured_in(graph: fx.GraphModule) -> Env:
@@ -372,10 +403,19 @@ def _unchanged(seen: tuple[Any, ...] | None, tensors: Sequence[Tensor | None], s
 
 
 def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor with shape and strides of `like` at a multiple of 16 bytes, copied if it lies otherwise."""
-    if whole.shape == like.shape and whole.stride() == like.stride() and whole.data_ptr() % 16 == 0:
+    """Returns a tensor as the epilogue reads it, copied if it lies otherwise or at no multiple of 16 bytes.
+
+    It has the strides of `like`, also if it has one batch item; with one channel it is dense.
+    """
+    shape = padded(tuple(whole.shape))
+    one = shape[1] == 1 < like.shape[1]
+    strides = contiguous_strides(shape) if one else like.stride()
+    placed = all(
+        size == 1 or own == wanted for size, own, wanted in zip(shape, whole.stride(), strides, strict=False)
+    )
+    if whole.dim() == 5 and placed and whole.data_ptr() % 16 == 0:
         return whole
-    return torch.empty_strided(like.shape, like.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+    return torch.empty_strided(shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def with_strides_of(result: Tensor, whole: Tensor) -> Tensor:

@@ -16,16 +16,32 @@ shapes; it knows nothing of kernels or of the tensors of a call.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import fx
 
+from ..planning.problem import Read
+from ..planning.scalars import SCALARS
+from ..torch_ops.problems import DTYPES, Tail
 from .algebra import Layer, Moved, SpaceSum, find
+from .axes import AxisPass, padded
 from .expressions import Expression
 from .lowering import lower
-from .pointwise import Shape, Writer, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
+from .pointwise import (
+    FLOATS,
+    Shape,
+    Writer,
+    aliases,
+    dependent,
+    is_pointwise,
+    is_vector,
+    is_view,
+    meta,
+    rows_of,
+    shape_of,
+)
 from .rounds import MOST_LETTERS, MOST_WHOLE, Divided, Launch, divide
 from .tracing import LOWERED_FROM, copied, is_random, without_variances, writes
 
@@ -66,6 +82,25 @@ class Stages:
     statistics: Statistics | None
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
     rounds: Divided
+    # The first round if the convolution's kernel may compute it, of the channels of a position: one pass, of u alone.
+    over_channels: AxisPass | None = None
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """How the whole tensors of the epilogue lie in memory, if one of them lies otherwise than the result."""
+        like, plain = meta(self.fed), Read(SCALARS[DTYPES[meta(self.fed).dtype]])
+        found = []
+        for node in self.operands.wholes:
+            own = padded(shape_of(node))
+            shared = [one == 1 < full for one, full in zip(own[:2], like.shape[:2], strict=True)]
+            found.append(Read(SCALARS[DTYPES[meta(node).dtype]], *shared))
+        return tuple(found) if any(each != plain for each in found) else ()
+
+    def over_channels_of(self, tail: Tail) -> Tail:
+        """Returns the epilogue with the first round behind it, over channels."""
+        one = self.over_channels
+        assert one is not None
+        return replace(tail, channels=one.program.cpp, per_position=None if one.each else meta(one.node).dtype)
 
 
 def stages(
@@ -148,7 +183,22 @@ def _stages(
         found,
         tuple(node for node in captured if node.op == "call_function"),
         divided,
+        None if found or moved else _over_channels(u, divided, nodes),
     )
+
+
+def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPass | None:
+    """Returns the first round if it is one pass over channels that reads u alone, and nobody else reads u."""
+    first = divided.rounds[0]
+    if first.sums or len(first.passes) != 1 or not isinstance(one := first.passes[0], AxisPass):
+        return None
+    if one.dims != {1} or one.vectors or one.wholes or one.placed or one.along:
+        return None
+    needed = {each for node in (*first.left, nodes[-1]) for each in node.all_input_nodes}
+    needed |= {each.value for each in divided.rounds[1:]}
+    if needed & aliases(u) or (one.each and meta(one.node).dtype is not meta(u).dtype):
+        return None
+    return one
 
 
 class _Head:
@@ -170,7 +220,7 @@ class _Head:
                 return False
             if is_vector(node, target, shape):
                 return wholes or (target == shape and (meta(node).dim() < 5 or shape_of(node)[0] == 1))
-            return wholes and target == shape and meta(node).dtype is meta(start).dtype
+            return wholes and target == shape and _is_readable(node, start)
 
         for node in nodes:
             inputs = [each for each in node.all_input_nodes if each in after]
@@ -224,6 +274,15 @@ class _Head:
             if short and len(found.wholes) <= MOST_WHOLE and len(found.vectors) <= MOST_VECTORS:
                 return node
         return self.start
+
+
+def _is_readable(node: fx.Node, start: fx.Node) -> bool:
+    """Tells whether an epilogue can read a tensor: one number for every position, for all channels or all items."""
+    own, full = padded(shape_of(node)), shape_of(start)
+    kinds = {meta(node).dtype, meta(start).dtype}
+    if not kinds <= set(FLOATS) or (torch.float64 in kinds and len(kinds) > 1) or len(own) != 5:
+        return False
+    return own[2:] == full[2:] and all(one in (1, size) for one, size in zip(own[:2], full[:2], strict=True))
 
 
 # ---- statistics

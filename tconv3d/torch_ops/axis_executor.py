@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ..families.norm.axis import Axis, AxisProblem, plan_axis
 from ..planning.problem import Plan
-from .problems import DTYPES
+from .problems import DTYPES, RESULT_TYPES
 from .pytorch_ops import statistics_dtype
 from .runner import RUNNER, Runner
 
 OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "placed", "along", "null", "y", "workspace")
-RESULTS = {**DTYPES, torch.int64: "int64"}
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:
@@ -65,7 +64,14 @@ def run(
 
     def plan() -> Plan:
         problem = AxisProblem(
-            _axis(x, dims, aligned), program, sweeps, counts[0], len(wholes), counts[1], counts[2], RESULTS[dtype]
+            _axis(x, dims, aligned),
+            program,
+            sweeps,
+            counts[0],
+            len(wholes),
+            counts[1],
+            counts[2],
+            RESULT_TYPES[dtype],
         )
         return plan_axis(problem, runner.device_of(x))
 

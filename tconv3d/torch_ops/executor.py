@@ -85,10 +85,15 @@ class Task:
     theirs: bool = False  # there are no launches: PyTorch's operator computes the call
 
     def run(
-        self, like: Tensor, addresses: Addresses, weight: Tensor | None = None, keep: bool = False
+        self,
+        like: Tensor,
+        addresses: Addresses,
+        weight: Tensor | None = None,
+        keep: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> list[Tensor | None]:
         """Allocates the results and launches with operands `addresses`, null, results, workspace (see `OPERANDS`)."""
-        dtype, device = like.dtype, like.device
+        dtype, device = dtype or like.dtype, like.device
         results = [
             None if layout is None else torch.empty_strided(*layout, dtype=dtype, device=device)
             for layout in self.results
@@ -226,8 +231,9 @@ def forward(
         return pytorch_ops.forward(input, weight, bias, convolution, relu)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    operands = (x, w, _address(bias)) if tail is None else (x, w, _address(bias), *tail.addresses)
-    return _one(task.run(input, operands, weight, keep))
+    if tail is None:
+        return _one(task.run(input, (x, w, _address(bias)), weight, keep))
+    return _one(task.run(input, (x, w, _address(bias), *tail.addresses), weight, keep, tail.per_position))
 
 
 def _one(results: list[Tensor | None]) -> Tensor:
@@ -309,6 +315,7 @@ def _forward_task(
     dense = None if bias is None else bias.contiguous()
     addresses: Addresses = (x, w, _address(dense))
     if tail is not None:
+        planner.check_over_channels(problem, device_of(input))
         names, addresses = tail.among(names), (*addresses, *tail.addresses)
     statistics = None if norm is None else ((2, input.shape[0], norm.groups), statistics_dtype(input.dtype))
 
@@ -317,7 +324,8 @@ def _forward_task(
             return pytorch_ops.forward(input, weight, bias, convolution, relu)
         return pytorch_ops.forward_with_statistics(input, weight, bias, norm.groups, norm.eps, convolution)
 
-    trials = Trials(names, (layout,), input, addresses, keep, statistics)
+    dtype = None if tail is None else tail.per_position
+    trials = Trials(names, (layout,), input, addresses, keep, statistics, dtype)
     return _decide(key, {problem.which: problem}, trials, theirs, settings)
 
 
@@ -332,14 +340,16 @@ class Trials:
         addresses: Addresses,
         keep: bool = False,
         statistics: tuple[tuple[int, ...], torch.dtype] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.names, self.layouts, self.like, self.addresses, self.keep = names, layouts, like, addresses, keep
+        self.dtype = dtype or like.dtype  # type of the results
         self.statistics = statistics  # shape and type of the statistics, a further result
 
     @functools.cached_property
     def results(self) -> list[Tensor | None]:
         found = [
-            None if layout is None else torch.empty_strided(*layout, dtype=self.like.dtype, device=self.like.device)
+            None if layout is None else torch.empty_strided(*layout, dtype=self.dtype, device=self.like.device)
             for layout in self.layouts
         ]
         if self.statistics is not None:

@@ -17,8 +17,8 @@ from ..families.norm.planner import Activation
 from ..families.norm.pool import Pool, Windows, plan_pool, plan_pool_grad
 from ..planning.geometry import Triple
 from ..planning.problem import Plan
-from .axis_executor import RESULTS, is_channels_last
-from .problems import DTYPES
+from .axis_executor import is_channels_last
+from .problems import DTYPES, RESULT_TYPES
 from .runner import RUNNER, Runner
 
 OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "null", "y", "workspace")
@@ -49,7 +49,7 @@ def run(
     key = ("pool_pass", x.dtype, x.device, x.shape, x.stride(), dtype, aligned, what)
 
     def plan() -> Plan:
-        problem = Pool(*_shapes(x, aligned, size), windows, averages, count, len(wholes), RESULTS[dtype])
+        problem = Pool(*_shapes(x, aligned, size), windows, averages, count, len(wholes), RESULT_TYPES[dtype])
         return plan_pool(problem, way, before, after, runner.device_of(x))
 
     runner.launch(key, plan, OPERANDS, x, (*_listed(x, vectors, wholes), None, y))
@@ -82,7 +82,7 @@ def gradient(
     def plan() -> Plan:
         d, h, w = grad.shape[2:]
         shapes = _shapes(x, aligned, (d, h, w))
-        problem = Pool(*shapes, windows, indices is None, count, len(wholes), RESULTS[dtype])
+        problem = Pool(*shapes, windows, indices is None, count, len(wholes), RESULT_TYPES[dtype])
         return plan_pool_grad(problem, DTYPES[grad.dtype], expression, runner.device_of(x))
 
     runner.launch(key, plan, GRADIENT, x, (*_listed(x, vectors, wholes), grad, indices, None, y))

@@ -21,10 +21,12 @@ from ..planning.problem import (
     Norm,
     Pass,
     Problem,
+    Read,
     Strides,
     bias_grad_problem,
     contiguous_strides,
 )
+from ..planning.scalars import RESULTS
 from . import checks
 from .checks import Convolution
 from .pytorch_ops import result_strides
@@ -35,6 +37,8 @@ DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+
+RESULT_TYPES = {**DTYPES, torch.int64: "int64"}  # types of results that may be indices
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a result
 Asked = tuple[Problem, Layout]
@@ -93,21 +97,29 @@ class Tail:
     """Holds an expression of the convolution's result (device/expressions.cuh), and the tensors it names by index.
 
     `vectors` is [number of vectors, N, C_out] in the accumulator's type. `wholes` have the result's type, shape and
-    strides, and addresses that are multiples of 16 bytes.
+    strides unless `reads` says otherwise, and addresses that are multiples of 16 bytes.
     """
 
     expression: str  # the C++ name of the expression
     vectors: Tensor | None = None
     wholes: tuple[Tensor, ...] = ()
+    reads: tuple[
+        Read, ...
+    ] = ()  # how each of the whole tensors lies in memory, if one lies otherwise than the result
+    channels: str = ""  # the C++ name of the program over the channels of a position that follows the expression
+    per_position: torch.dtype | None = None  # element type of a result with one number per position
 
     @property
-    def kind(self) -> tuple[str, int, int]:
-        """What a plan depends on: the expression, the numbers of vectors and of whole tensors."""
-        return self.expression, 0 if self.vectors is None else self.vectors.shape[0], len(self.wholes)
+    def kind(self) -> tuple[str, int, int, tuple[Read, ...], str, str]:
+        """What a plan depends on: expression, numbers of vectors and whole tensors, the program and its result."""
+        vectors = 0 if self.vectors is None else self.vectors.shape[0]
+        result = "" if self.per_position is None else RESULTS[RESULT_TYPES[self.per_position]]
+        return self.expression, vectors, len(self.wholes), self.reads, self.channels, result
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return dict(zip(("tail", "tail_vectors", "tail_wholes"), self.kind, strict=True))
+        names = "tail", "tail_vectors", "tail_wholes", "tail_reads", "channels", "per_position"
+        return dict(zip(names, self.kind, strict=True))
 
     @property
     def has_operands(self) -> bool:
@@ -158,6 +170,9 @@ def forward(
         **({} if tail is None else tail.sizes),
         norm=norm,
     )
+    if tail is not None and tail.per_position is not None:
+        shape = (shape[0], 1, *shape[2:])
+        strides = contiguous_strides(shape)
     return problem.allowing(tf32_of(input)), (shape, strides)
 
 

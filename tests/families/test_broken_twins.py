@@ -182,6 +182,13 @@ TWINS = (
         Case(ODD, wanted=("weight",)),
     ),
     Twin(
+        "hopper_weight_grad",
+        "hopper_weight_grad",
+        "inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w : 0;",
+        "inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w - 1 : 0;",
+        Case(ODD, wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
         "rows_weight_grad",
         "rows_weight_grad",
         "h >= 0 && h < args.dy_size.h && channel < C::kOutPerGroup;",
@@ -222,6 +229,13 @@ TWINS = (
         "staged[r * pitch + c]);",
         "staged[r * pitch]);",
         Case(ODD, favoured="turned", wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
+        "rows_weight_grad",
+        "turn",
+        "staged[r * pitch + c]);",
+        "staged[r * pitch]);",
+        Case(ODD, "bfloat16", favoured="to_rows", wanted=("weight",)),
     ),
     Twin(
         "norm",

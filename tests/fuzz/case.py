@@ -36,6 +36,9 @@ class Memory:
 PLAIN = Memory()
 
 
+TAILS = ("tail", "softmax", "largest")
+
+
 @dataclass(frozen=True)
 class Case:
     """Describes a call and its backward pass.
@@ -47,7 +50,8 @@ class Case:
     dtype: str = "tf32"  # as in tconv3d.tools.bench.precision: "float32" is strict
     plans: str = ""
     favoured: str = ""  # kernel family of `families.FAVOURED` whose limits on volumes are lifted
-    # "relu", "norm" for ReLU and GroupNorm, or "tail" for a factor per channel and batch item and a residual (`fuse`)
+    # "relu", "norm" for ReLU and GroupNorm, or one of TAILS (`fuse`): a factor per channel and batch item and a
+    # residual, alone or with a softmax or the largest number over channels behind them
     epilogue: str = ""
     norm_groups: int = 1
     affine: bool = True  # whether the norm has weight and bias

@@ -17,7 +17,7 @@ from layers import Layer, Triple
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import ITEM_BYTES
 
-from .case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
+from .case import DIMENSIONS, GRADIENTS, PLAIN, TAILS, Case, Memory
 from .families import FAVOURED
 
 CASES = 12  # cases of one draw
@@ -52,7 +52,7 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     dtype = random.choice(DTYPES if kind == "any" else DTYPES[:4])
     layer = _layer(random, kind)
-    epilogue = random.choices(("", "relu", "norm", "tail"), (6, 2, 2, 2))[0]
+    epilogue = random.choices(("", "relu", "norm", *TAILS), (6, 2, 2, 2, 1, 1))[0]
     if dtype == "float32" and epilogue == "norm":
         layer = replace(
             layer, bias=True
@@ -70,7 +70,8 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     subsets = [
         tuple(n for n, b in zip(possible, bits, strict=True) if b) for bits in product((0, 1), repeat=len(possible))
     ]
-    wanted = [(), tuple(possible), random.choice(subsets)]
+    # Kernels run programs over channels in calls without gradients.
+    wanted = [(), tuple(possible), random.choice(subsets)] if epilogue not in TAILS[1:] else [(), (), ()]
     views = [_views(random) if kind == "any" else _dense_views(random) for _ in range(2)]
     return [_case(random, base, wanted, views, kind != "any") for _ in range(count)]
 

@@ -18,6 +18,7 @@ NORM_ROUNDINGS = 6
 
 REFERENCE_UNIT = 1e-14  # relative error of the reference itself, which counts where our results are float64 too
 LONG_SUM_UNIT = 3e-5  # relative error of a sum of 1024 equal terms that float32 adds one by one
+FAST_EXPONENTIAL = 2.0**-14  # relative error of the hardware's exponentials and their sum (expressions.cuh)
 TF32_UNIT = 1e-3  # relative error of an operand that is rounded or truncated to TF32
 
 Tensors = dict[str, Tensor]
@@ -50,8 +51,24 @@ def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor)
         value, allowed = found["result"]
         shifted = value * factor + residual
         # The convolution's result is rounded, unless the tail is computed in its kernel, and the sum is.
-        found["result"] = shifted, allowed * factor + 2 * UNIT[result_type(case)] * (shifted.abs() + residual.abs())
+        allowed = allowed * factor + 2 * UNIT[result_type(case)] * (shifted.abs() + residual.abs())
+        found["result"] = _over_channels(case, shifted, allowed)
     return found
+
+
+def _over_channels(case: Case, values: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what follows over channels, and its allowed errors, out of those of the values."""
+    unit = UNIT[result_type(case)]
+    if case.epilogue == "softmax":
+        exact = values.softmax(1)
+        spread = allowed + (exact * allowed).sum(1, keepdim=True)
+        rounded = 2 * unit + (FAST_EXPONENTIAL if case.dtype not in ("float32", "float64") else 0.0)
+        # An error d of a number changes its share by a factor of exp(d).
+        return exact, exact * (torch.expm1(spread * (1 + allowed)) + rounded) + torch.finfo(torch.float16).tiny * unit
+    if case.epilogue == "largest":
+        exact = values.amax(1, keepdim=True)
+        return exact, allowed.amax(1, keepdim=True) + unit * exact.abs()
+    return values, allowed
 
 
 def result_type(case: Case) -> torch.dtype:

@@ -18,7 +18,7 @@ from tconv3d.planning.gpus import GPUS
 from tconv3d.tools.bench.precision import precision
 from tconv3d.torch_ops import executor, kept
 
-from .case import DIMENSIONS, PLAIN, Case
+from .case import DIMENSIONS, PLAIN, TAILS, Case
 from .families import favouring
 from .guards import Guards
 from .reference import EPS, expected, result_type
@@ -59,7 +59,7 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
         shapes |= {"norm_weight": vector, "norm_bias": vector}
     geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
     output = (layer.batch, layer.out_channels, *geometry.output_size(layer.size))
-    if case.epilogue == "tail":
+    if case.epilogue in TAILS:
         shapes |= {"factor": (layer.batch, layer.out_channels, 1, 1, 1), "residual": output}
     if case.wanted:
         shapes["grad"] = output
@@ -131,7 +131,7 @@ def _function(case: Case) -> Callable[[dict[str, Tensor]], Tensor]:
             return tconv3d.conv_transpose3d_relu_group_norm(*operands, *norm, *settings)
         if case.epilogue == "relu":
             return tconv3d.conv_transpose3d_relu(*operands, *settings)
-        if case.epilogue == "tail":
+        if case.epilogue in TAILS:
             return _fused(case, leaves)
         return tconv3d.conv_transpose3d(*operands, *settings)
 
@@ -147,7 +147,12 @@ def _fused(case: Case, leaves: dict[str, Tensor]) -> Tensor:
     # `fuse` reads `weight` and `bias` of the layer, which need not be parameters.
     convolution._parameters.clear()
     convolution.weight, convolution.bias = leaves["weight"], leaves.get("bias")
-    block = tconv3d.fuse(convolution, lambda z, factor, residual: z * factor + residual)
+    over_channels: dict[str, Callable[[Tensor], Tensor]] = {
+        "tail": lambda u: u,
+        "softmax": lambda u: u.softmax(1),
+        "largest": lambda u: u.amax(1, keepdim=True),
+    }
+    block = tconv3d.fuse(convolution, lambda z, factor, residual: over_channels[case.epilogue](z * factor + residual))
     result = block(leaves["input"], leaves["factor"], leaves["residual"])
     assert isinstance(result, Tensor)
     return result

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tconv3d.tails.axes import ALONG
 from tconv3d.tails.expressions import Expression
 from tconv3d.torch_ops import axis_executor, executor, tail_executor
 
@@ -86,6 +87,56 @@ def evaluated(
     return value(parsed(text), bound)
 
 
+def along_axis(
+    text: str, x: Tensor, dims: frozenset[int], vectors: Any, wholes: Sequence[Tensor], placed: Any, along: Any
+) -> Tensor:
+    """Returns what a program along an axis of x, [N, C, D, H, W], computes."""
+    over = sorted(dims)
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    order = axis_executor.memory_order(x)
+    bound: list[Tensor] = []
+    for each in placed if placed is not None else ():
+        laid = each.to(x.dtype).reshape([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(5)])
+        bound.append(laid.expand(x.shape))
+    lengths = [size if dim in dims else 1 for dim, size in enumerate(x.shape)]
+    sides = [each.to(x.dtype).reshape(lengths).expand(x.shape) for each in (along if along is not None else ())]
+    operands = [*wholes, *[x] * (ALONG - len(wholes)), *sides]  # operands along the axis have indices from ALONG on
+
+    def value(expression: Expression) -> Tensor:
+        return evaluated(expression.cpp, x, vectors, operands, tuple(bound))
+
+    final, steps = parsed(text).operands
+    first = len(bound)
+    bound += [x] * text.count("tconv3d::Then<")  # an expression binds further numbers behind those of all steps
+    while steps.name == "Then":
+        step, steps = steps.operands
+        *way, of = step.operands
+        found = value(of)
+        if way:
+            found = WAYS[way[0].name](found, over, shape).to(x.dtype).expand(x.shape)
+        bound[first] = found
+        first += 1
+    found = value(final.operands[0])
+    return found if final.name == "EachElement" else found[tuple(slice(0, size) for size in shape)]
+
+
+def _located(largest: bool) -> Any:
+    def locate(x: Tensor, over: list[int], shape: list[int]) -> Tensor:
+        (dim,) = over
+        return (x.argmax(dim) if largest else x.argmin(dim)).reshape(shape)
+
+    return locate
+
+
+WAYS: dict[str, Any] = {
+    "Adding": lambda x, over, shape: x.sum(over, keepdim=True),
+    "FindingLargest": lambda x, over, shape: x.amax(over, keepdim=True),
+    "FindingSmallest": lambda x, over, shape: x.amin(over, keepdim=True),
+    "LocatingLargest": _located(True),
+    "LocatingSmallest": _located(False),
+}
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces the kernels of forward passes, passes and sums until the test ends, and lists those called."""
     called: list[str] = []
@@ -96,7 +147,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def forward(input: Tensor, weight: Any, bias: Any, convolution: Any, keep: bool = False, tail: Any = None) -> Any:
         called.append("convolution")
-        return convolved(input, weight, bias, convolution, tail)
+        u = convolved(input, weight, bias, convolution, tail)
+        if tail is None or not tail.channels:
+            return u
+        called.append("over channels")
+        return along_axis(tail.channels, u, frozenset({1}), None, (), None, None).to(tail.per_position or u.dtype)
 
     def with_statistics(
         input: Tensor, weight: Any, bias: Any, groups: int, eps: float, convolution: Any, keep: bool = False,
@@ -122,7 +177,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found = evaluated(text, x, vectors, wholes, (x,))  # the first local number is the extreme itself
         return (found.amax((2, 3, 4)) if which == "Largest" else found.amin((2, 3, 4)))[None]
 
+    def along(
+        x: Tensor, dims: frozenset[int], program: str, sweeps: int, each: bool, vectors: Any, wholes: Any,
+        placed: Any, sides: Any, dtype: torch.dtype, overwrite: bool, runner: Any,
+    ) -> Tensor:  # fmt: skip
+        called.append("axis")
+        return along_axis(program, x, dims, vectors, wholes, placed, sides).to(dtype).clone()
+
     monkeypatch.setattr(executor, "forward", forward)
+    monkeypatch.setattr(axis_executor, "run", along)
     monkeypatch.setattr(executor, "forward_with_statistics", with_statistics)
     monkeypatch.setattr(tail_executor, "evaluate", evaluate)
     monkeypatch.setattr(tail_executor, "sums", sums)

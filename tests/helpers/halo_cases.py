@@ -137,6 +137,9 @@ SETTINGS = {
     "lines, long runs, whole lines": Case(
         16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**LONG_RUNS, "slabs": 2}
     ),
+    "lines, long runs, six tiles of channels": Case(
+        16, 96, (2, 3, 36), 3, 2, 1, build={**LONG_RUNS, "slabs": 1, "outputs": 16}
+    ),
     "lines, long runs, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=LONG_RUNS),
     "lines, long runs, bfloat16, odd rows of even volumes": Case(
         16, 8, (2, 4, 72), 3, 2, 1, (1, 0, 0), batch=2, dtype="bfloat16", build=LONG_RUNS

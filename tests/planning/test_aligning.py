@@ -1,4 +1,4 @@
-"""Gradients by way of a copy of dy with lines of whole vectors: the copy, results against float64, and plans."""
+"""Gradients by way of copies of dy that kernels read in vectors: the copies, results against float64, and plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from problems import A100, H200, problems
 
 from tconv3d import emulator
 from tconv3d.planning import aligning, planner
-from tconv3d.planning.offers import Offer
 from tconv3d.planning.problem import Pass
 from tconv3d.runtime import compiler
 
@@ -43,14 +42,26 @@ def test_the_kernel_copies_lines_and_appends_zeros(width: int, offset: int) -> N
 
 
 @needs_emulator
-@pytest.mark.parametrize(("name", "dtype"), [*zip(LAYERS, (torch.bfloat16, torch.float16) * 2, strict=True)])
-def test_gradients_against_float64(name: str, dtype: torch.dtype, ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "way", "copy"),
+    [
+        *(
+            (name, dtype, "align", "align")
+            for name, dtype in zip(LAYERS, (torch.bfloat16, torch.float16) * 2, strict=True)
+        ),
+        ("stride two", torch.bfloat16, "to_rows", "turn"),
+        ("without a bias", torch.float16, "to_rows", "turn"),
+    ],
+)
+def test_gradients_against_float64(
+    name: str, dtype: torch.dtype, way: str, copy: str, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels: list[str] = []
     prepare = emulator.prepare
     monkeypatch.setattr(emulator, "prepare", lambda launch: kernels.append(launch.kernel) or prepare(launch))
-    with preferring(aligning.KERNEL):
+    with preferring(way):
         check(LAYERS[name], dtype, ours)
-    assert kernels.count(aligning.KERNEL) == 1, kernels
+    assert copy in kernels, kernels
 
 
 def offers(layer: Layer, dtype: str, **changes: object) -> dict[str, str]:
@@ -68,23 +79,41 @@ def test_which_layers_are_copied() -> None:
     assert "more than 512 MB" in offers(replace(REPRESENTATIVE, batch=16), "float16")["align"]
     gradients = {w: p for w, p in problems(small, "float16").items() if w is not Pass.FORWARD}
     with forgetting():
-        (refusal,) = aligning.answers(gradients, H200.thrifty, planner.taken, planner._in_turn)
-    assert not isinstance(refusal, Offer) and refusal.why == "memory is short"
+        refusals = aligning.answers(gradients, H200.thrifty, planner.taken, planner._in_turn)
+    assert [getattr(each, "why", "an offer") for each in refusals] == ["memory is short"] * 2
+    assert offers(small, "float16")["to_rows"] == "an offer"
+    for channels in ({"in_channels": 12}, {"out_channels": 20}):  # no whole vectors of channels
+        assert "to_rows" not in offers(replace(small, **channels), "float16")  # type: ignore[arg-type]
     views = {w: replace(p, output=tuple(2 * stride for stride in p.output)) for w, p in gradients.items()}
     assert aligning.answers(views, H200, planner.taken, planner._in_turn) == []
+
+
+@pytest.mark.parametrize(
+    ("way", "copy", "regions", "size"),
+    [
+        ("align", "align", {"dy": "aligned dy"}, 8 * 96 * 39 * 79 * 80 * 2),
+        ("to_rows", "turn", {"dy": "dy as rows", "x": "x as rows"}, 8 * 96 * 39 * 79 * 79 * 2),
+    ],
+)
+def test_every_launch_reads_the_copies(way: str, copy: str, regions: dict[str, str], size: int) -> None:
+    gradients = {w: p for w, p in problems(REPRESENTATIVE, "bfloat16").items() if w is not Pass.FORWARD}
+    with forgetting(), preferring(way):
+        (plan,) = planner.plans_of(planner.taken(gradients, H200), gradients, H200)
+    assert plan.launches[0].kernel == copy and not plan.launches[1].overlaps and set(plan.passes) == set(gradients)
+    read = {name for launch in plan.launches[1:] for name in launch.pointers}
+    places = dict(plan.regions)
+    assert not read & set(regions) and set(regions.values()) <= read & set(places)
+    ends = sorted([*places.values(), plan.workspace_bytes])
+    start = places[regions["dy"]]
+    assert min(end for end in ends if end > start) - start >= size
 
 
 def test_lines_of_odd_length_are_copied_where_that_is_predicted_to_win() -> None:
     gradients = {w: p for w, p in problems(REPRESENTATIVE, "bfloat16").items() if w is not Pass.FORWARD}
     with forgetting():
-        cover = planner.taken(gradients, H200)
-        (plan,) = planner.plans_of(cover, gradients, H200)
-    assert [offer.kernel for offer in cover] == ["align"] and set(plan.passes) == set(gradients)
-    assert plan.launches[0].kernel == "align" and not plan.launches[1].overlaps
-    assert all("dy" not in launch.pointers for launch in plan.launches[1:])
-    names = {name for name, _ in plan.regions}
-    assert any(aligning.ALIGNED in launch.pointers for launch in plan.launches[1:]) and aligning.ALIGNED in names
-    assert plan.workspace_bytes - dict(plan.regions)[aligning.ALIGNED] == 8 * 96 * 39 * 79 * 80 * 2
+        assert [offer.kernel for offer in planner.taken(gradients, H200)] == ["to_rows"]
+        gradients = {w: p for w, p in problems(REPRESENTATIVE, "float32").items() if w is not Pass.FORWARD}
+        assert not {offer.kernel for offer in planner.taken(gradients, H200)} & {"align", "to_rows"}
 
 
 @pytest.mark.parametrize("device", [A100, H200], ids=["A100", "H200"])

@@ -29,6 +29,8 @@ class State(nn.Module):
         self.scale = nn.Parameter(torch.rand(C, 1, 1, 1, generator=random) + 0.5)
         self.shift = nn.Parameter(torch.randn(C, 1, 1, 1, generator=random))
         self.whole = nn.Parameter(torch.randn(FULL, generator=random))
+        self.embedding = nn.Parameter(torch.randn((1, *FULL[1:]), generator=random))
+        self.weights = nn.Parameter(torch.rand((2, 1, *FULL[2:]), generator=random) + 0.5)
         self.batch_norm = nn.BatchNorm3d(C)
         self.group_norm = nn.GroupNorm(2, C)
         self.prelu = nn.PReLU(C)
@@ -52,6 +54,8 @@ STEPS: dict[str, Step] = {
     "power": lambda y, s, v, r: (y * y + 1) ** 0.3,
     "affine map": lambda y, s, v, r: y * s.scale + s.shift,
     "captured tensor": lambda y, s, v, r: torch.tanh(y + s.whole),
+    "embedding": lambda y, s, v, r: F.relu(y + s.embedding),
+    "weights of positions": lambda y, s, v, r: y * s.weights,
     "style": lambda y, s, v, r: y * (1 + v[..., None, None, None]),
     "residual": lambda y, s, v, r: F.relu(y + r),
     "gate": lambda y, s, v, r: y * torch.sigmoid(r) + F.silu(r),
@@ -62,6 +66,9 @@ STEPS: dict[str, Step] = {
     "centred": lambda y, s, v, r: y - y.mean(SPACE, keepdim=True),
     "squeezed": lambda y, s, v, r: y * torch.sigmoid(0.3 * y.mean(SPACE))[..., None, None, None],
     "largest": lambda y, s, v, r: y - y.amax(SPACE, keepdim=True),
+    "softmax over channels": lambda y, s, v, r: y.softmax(1) * 3,
+    "log-softmax over channels": lambda y, s, v, r: F.log_softmax(y, 1) + y,
+    "centred over channels": lambda y, s, v, r: y - y.mean(1, keepdim=True),
     "both branches": lambda y, s, v, r: F.silu(y) + 0.5 * torch.tanh(y * s.scale),
     "view": lambda y, s, v, r: torch.sigmoid(y.flatten(2) * 2).view(y.shape),
     "PyTorch's part": lambda y, s, v, r: y.cumsum(3) * 0.3,
@@ -70,6 +77,8 @@ ENDS: dict[str, Step] = {
     "nothing": lambda y, s, v, r: y,
     "mean over space": lambda y, s, v, r: y.mean(SPACE),
     "sum per channel": lambda y, s, v, r: y.sum((0, *SPACE)),
+    "log-sum-exp over channels": lambda y, s, v, r: torch.tanh(y.logsumexp(1)),
+    "largest channel": lambda y, s, v, r: y.amax(1, keepdim=True),
     "mean of everything": lambda y, s, v, r: y.mean(),
 }  # fmt: skip
 

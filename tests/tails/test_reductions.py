@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tail_checks import LAST, C, check_gradients, check_values, fused, operand
 from torch import Tensor, nn
 
 import tconv3d
+from tconv3d.planning import planner
 
 Z = Callable[[Tensor], Any]
 TAILS: dict[str, Z] = {
@@ -37,6 +40,15 @@ KINDS = {
     "float16": (torch.float16, torch.contiguous_format),
     "float32, channels last": (torch.float32, LAST),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Passes reduce over channels here; `test_over_channels.py` has the kernels of convolutions that do."""
+    monkeypatch.setattr(planner, "OVER_CHANNELS_PRICE", math.inf)
+    planner.why_not_over_channels.cache_clear()
+    yield
+    planner.why_not_over_channels.cache_clear()
 
 
 class LayerNorm(nn.Module):
@@ -79,6 +91,36 @@ def test_layer_norm(channels: bool, layout: torch.memory_format) -> None:
 def test_gradients(name: str) -> None:
     layout = LAST if len(name) % 2 else torch.contiguous_format
     check_gradients(fused(TAILS[name]), operand(torch.float32, layout), 4)
+
+
+NORMED: dict[str, Callable[[nn.Module], Z]] = {
+    "softmax": lambda norm: lambda z: norm(z).softmax(1),
+    "activation and softmax": lambda norm: lambda z: F.silu(norm(z)).log_softmax(1),
+    "log-sum-exp": lambda norm: lambda z: norm(z).logsumexp(1),
+}
+
+
+class Behind(nn.Module):
+    """A norm, and what follows it over channels."""
+
+    def __init__(self, norm: nn.Module, name: str) -> None:
+        super().__init__()
+        self.norm, self.name = norm, name
+
+    def forward(self, z: Tensor) -> Any:
+        return NORMED[self.name](self.norm)(z)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, C), nn.BatchNorm3d(C)])
+@pytest.mark.parametrize("name", NORMED)
+def test_gradients_of_what_follows_a_norm(name: str, norm: nn.Module) -> None:
+    """The gradient of what follows the norm is written once, by a pass along channels; the norm's passes read it."""
+    dtype, layout = (torch.float32, LAST) if name == "softmax" else (torch.bfloat16, torch.contiguous_format)
+    model, x = fused(Behind(copy.deepcopy(norm), name), dtype), operand(dtype, layout)
+    check_gradients(model, x, 20 if dtype == torch.float32 else 12)
+    with tconv3d.use_backend("emulator"):
+        texts = model.report(x.requires_grad_()).gradients
+    assert sum("backward in one pass" in text for text in texts) <= 4 and not any("PyTorch" in text for text in texts)
 
 
 def test_gradients_in_16_bits() -> None:

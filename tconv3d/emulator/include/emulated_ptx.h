@@ -229,29 +229,30 @@ inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand)
   return operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
 }
 
-inline void load_matrices(unsigned (&words)[4], unsigned address) {
+template <unsigned kMatrices>
+inline void load_matrices(unsigned (&words)[kMatrices], unsigned address) {
   if (address % 16u) emulator::fail("a row of a matrix loaded from shared memory at %u", address);
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
   table.a[warp][lane][0] = address;
   __syncwarp();
-  for (unsigned m = 0; m < 4; ++m)
+  for (unsigned m = 0; m < kMatrices; ++m)
     std::memcpy(&words[m],
                 emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u), 4), 4);
   __syncwarp();
 }
 
-template <Operand kOperand>
-inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+template <Operand kOperand, unsigned kWords>
+inline void warp_multiply(float (&sum)[4], const unsigned (&a)[2 * kWords], const unsigned (&b)[kWords]) {
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
-  for (unsigned i = 0; i < 4; ++i) table.a[warp][lane][i] = a[i];
-  for (unsigned i = 0; i < 2; ++i) table.b[warp][lane][i] = b[i];
+  for (unsigned i = 0; i < 2 * kWords; ++i) table.a[warp][lane][i] = a[i];
+  for (unsigned i = 0; i < kWords; ++i) table.b[warp][lane][i] = b[i];
   __syncwarp();
   for (unsigned i = 0; i < 4; ++i) {
     const unsigned half = i / 2u, column = lane % 4u * 2u + i % 2u;
     float total = 0.0f;
-    for (unsigned word = 0; word < 8; ++word) {
+    for (unsigned word = 0; word < 4 * kWords; ++word) {
       const std::uint32_t left = table.a[warp][lane / 4u * 4u + word % 4u][half + word / 4u * 2u];
       const std::uint32_t right = table.b[warp][column * 4u + word % 4u][word / 4u];
       for (unsigned item = 0; item < (kOperand == Operand::kTf32 ? 1u : 2u); ++item)

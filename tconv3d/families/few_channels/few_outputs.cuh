@@ -27,6 +27,7 @@
 
 #include "epilogue.cuh"
 #include "operands.cuh"
+#include "over_channels.cuh"
 
 namespace tconv3d {
 
@@ -444,8 +445,37 @@ struct FewOutputs {
     }
   }
 
-  __device__ __forceinline__ void store(const float (&total)[kPhases][C::kOut], int d, int first_h,
-                                        int first_w) {
+  // Runs the program over the channels of all phases of a position. It stores the result if that has one
+  // number per position, and tells whether it did.
+  __device__ __forceinline__ bool run_over_channels(float (&total)[kPhases][C::kOut], int d, int first_h,
+                                                    int first_w) const {
+    using Channels = ChannelProgram<C>;
+#pragma unroll
+    for (int f = 0; f < kPhases; ++f) {
+      const int h = first_h + f / C::kStrideW, w = first_w + f % C::kStrideW;
+      const bool exists = h < args.y_size.h && w < args.y_size.w;
+      const long long offset = n * args.y_strides.n + d * args.y_strides.d + h * args.y_strides.h +
+                               static_cast<long long>(w) * args.y_strides.w;
+#pragma unroll
+      for (int co = 0; co < C::kOut; ++co) {
+        float one[1] = {total[f][co]};
+        finish<C, true>(args, {n, co, offset + co * args.y_strides.c, 1, exists ? 1 : 0}, one);
+        total[f][co] = one[0];
+      }
+      Channels::template run<1>(total[f], C::kOut, [](int i) { return i; });
+      if constexpr (C::Epilogue::kOnePerPosition) {
+        if (exists)
+          Channels::template store_number<C::kChannelsLastOut>(args.y, offset, n, args.y_strides.c, C::kOut,
+                                                               total[f][0]);
+      }
+    }
+    return C::Epilogue::kOnePerPosition;
+  }
+
+  __device__ __forceinline__ void store(float (&total)[kPhases][C::kOut], int d, int first_h, int first_w) {
+    if constexpr (C::Epilogue::kOverChannels) {
+      if (run_over_channels(total, d, first_h, first_w)) return;
+    }
     Scalar* y = static_cast<Scalar*>(args.y) + n * args.y_strides.n +
                 static_cast<long long>(group) * C::kOut * args.y_strides.c + d * args.y_strides.d;
 #pragma unroll
@@ -462,7 +492,7 @@ struct FewOutputs {
         const int f = line * C::kStrideW + phase + (kPoints ? i / C::kOut : i);
         sums[i] = total[f][kPoints ? i % C::kOut : co];
       }
-      finish_run(at, co, present, sums);
+      if constexpr (!C::Epilogue::kOverChannels) finish_run(at, co, present, sums);
       Vector<Scalar, C::kJoined> values;
 #pragma unroll
       for (int i = 0; i < C::kJoined; ++i) values.at[i] = Narrow<Scalar>::from(sums[i]);

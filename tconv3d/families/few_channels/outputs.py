@@ -20,6 +20,7 @@ from ...planning.side import Side
 from .arguments import FEW_OUTPUTS
 
 HAS_EPILOGUE = True
+HOLDS_CHANNELS = True
 HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # sizes of tiles along h and w, in positions
 MIN_IN = 8  # input channels per group: fewer do not fill K of a matrix instruction
 MAX_OUT = 4  # output channels per group: with more, channels alone fill the columns of a matrix instruction
@@ -341,6 +342,7 @@ def _constants(problem: Problem, tile: Tile) -> Constants:
         ("kHalves", layer.halves),
         ("kWide", chunk > INT32_MAX),
         ("kChannelsLast", layer.channels_last),
+        ("kChannelsLastOut", problem.output[4] != 1),
         ("kVector", layer.vector),
         ("kIn", g.in_per_group),
         ("kOut", g.out_per_group),

@@ -68,6 +68,14 @@ class Division(IntEnum):
     CONSUMERS = 3  # the consumers of a block have the same slabs and alternate at panels
 
 
+class Holding(IntEnum):
+    """Which output channels of a position a warp must hold for what follows the sums."""
+
+    ANY = 0
+    ALL = 1  # all channels
+    REDUCED = 2  # all channels, of which one number is stored
+
+
 class Weights(IntEnum):
     """Where the packed weights of a column tile live."""
 
@@ -324,6 +332,14 @@ class Build:
     @cached_property
     def out_tiles(self) -> int:
         return ceil_div(self.geometry.out_per_group, self.tile.outputs)
+
+    def holds(self, holding: Holding) -> bool:
+        """Tells whether a warp has complete sums of the channels, and stores them as what follows needs it."""
+        if holding is Holding.ANY:
+            return True
+        whole = self.out_tiles == 1 and self.tile.groups == self.tile.merged == 1
+        direct = holding is Holding.ALL or self.output is Output.DIRECT
+        return whole and direct and self.division in (Division.NOBODY, Division.CONSUMERS)
 
     @cached_property
     def column_tiles(self) -> int:

@@ -13,7 +13,7 @@ from math import prod
 
 from ...planning.geometry import Geometry
 from ...planning.problem import volume_kind
-from .build import STEP_BYTES, Block, Build, Division, Input, Output, Tile, Weights, ceil_div, round_up
+from .build import STEP_BYTES, Block, Build, Division, Holding, Input, Output, Tile, Weights, ceil_div, round_up
 from .job import Job, groups_to_merge, merged_groups
 from .model import NARROW
 from .program import MAX_COLUMNS, Dimension, Split, gather_program, separable, splittable
@@ -26,7 +26,8 @@ MAX_SUMS = 128  # most accumulators of a consumer thread, unless a build has a l
 PART_COLUMNS = 96  # with more columns, 16-bit parts of lines are stored through images beside one producer warpgroup
 LINE_STAGES = (4, 3)  # numbers of stages to try for builds on lines: four are 4% faster on an H200, if they fit
 LONG_RUN_STAGES = (4, 3, 2)  # numbers of stages to try for builds on lines that store long runs
-MAX_LINE_TILES = 4  # most tiles of output channels in builds on lines: every tile reads the same lines again
+MAX_LINE_TILES = 12  # most tiles of output channels in builds on lines: every tile reads the lines again from L2
+MEASURED_LINE_TILES = 4  # most tiles of output channels in builds on lines that were measured
 MAX_LINE_LOADS = 100  # most unrolled operand loads per step of a march on lines: from 160 on, products are serialized
 MAX_LINE_WORDS = 8  # most words of a line that two positions read, each in a register of a lane
 LINE_CHANNELS = 32  # most channels in a stage of lines for 16-bit types and long runs: each lane copies one channel
@@ -59,6 +60,7 @@ class Nominal:
     kind: int  # kind of the volume by its size (volume_kind)
     strict: bool = False
     lines: bool = False  # whether input can arrive in lines
+    holding: Holding = Holding.ANY
 
     @property
     def item_bytes(self) -> int:
@@ -68,7 +70,7 @@ class Nominal:
     def of(cls, job: Job) -> Nominal:
         kind = volume_kind(job.all_positions)
         lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines, job.holding)
 
 
 def _splits(geometry: Geometry, march: bool) -> list[Split]:
@@ -311,6 +313,10 @@ def _merged_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields the builds for volumes of one kind, except those whose blocks divide the last tiles."""
+    return (build for build in _of_kind(nominal, shared_bytes) if build.holds(nominal.holding))
+
+
+def _of_kind(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     for build in chain(builds(nominal, shared_bytes), _merged_builds(nominal, shared_bytes)):
         if nominal.kind < SMALL_KINDS and build.staged:
             continue  # small volumes have too few tiles per block to profit from three stages
@@ -324,7 +330,7 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 def last_tiles_divided(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields the builds whose blocks divide the last tiles."""
-    for build in builds(nominal, shared_bytes):
+    for build in builds(nominal, shared_bytes) if nominal.holding is Holding.ANY else ():
         narrow = build.item_bytes == 2 and build.program.unit * build.tile.outputs <= NARROW  # slower if divided
         if can_divide_last_tiles(build) and not narrow:
             yield from _dividing_last_tiles(build)

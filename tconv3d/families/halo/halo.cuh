@@ -59,9 +59,11 @@
 // - halo_sums.cuh: accumulators
 // - halo_stores.cuh, halo_images.cuh, halo_words.cuh and halo_long_runs.cuh: stores of outputs
 // - halo_moments.cuh: moments of the outputs for a norm layer
+// - halo_channels.cuh: softmax and reductions over the channels of a position
 #pragma once
 
 #include "halo_add.cuh"
+#include "halo_channels.cuh"
 #include "halo_divided.cuh"
 #include "halo_epilogue.cuh"
 #include "halo_images.cuh"
@@ -383,13 +385,22 @@ struct Halo {
           } else {
             Finishing::apply(args, at, slabs, at.first_plane + plane, warp, lane, sums);
           }
+          if constexpr (Config::Epilogue::kOverChannels) {
+            if constexpr (Config::kInput == Input::kLines) {
+              HaloChannels<Config>::run_on_pairs(args, at, pairs, at.first_plane + plane, lane, sums);
+            } else {
+              HaloChannels<Config>::run(args, at, slabs, at.first_plane + plane, warp, lane, sums);
+            }
+          }
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
             moments.add(args, at, sums, at.first_plane + plane, lane);
           } else if constexpr (Config::Epilogue::kLeavesMoments) {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          if constexpr (Config::kOutput == Output::kLongRuns) {
+          if constexpr (Config::Epilogue::kOnePerPosition) {
+            // HaloChannels has stored the result.
+          } else if constexpr (Config::kOutput == Output::kLongRuns) {
             LongRuns::take(args, at, sums, at.first_plane + plane, waiting);
             if constexpr (!LongRuns::kLater) LongRuns::write_all(args, me, pairs, waiting);
           } else if constexpr (Config::kInput == Input::kLines && sizeof(typename Config::Scalar) == 2) {

@@ -11,7 +11,7 @@ from math import prod
 
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.problem import Norm, Pass, Problem, Strides, last_offset
-from .build import Input
+from .build import Holding, Input
 
 MERGED_BYTES = 64  # most bytes of channels per position that a merged group has, in input and in output
 LEAST_MERGED = 8  # fewest channels of a group that is merged: with fewer, most products would be with zeros
@@ -45,6 +45,7 @@ class Job:
     rows: bool = False  # whether a previous launch writes the read tensor as rows of channels, rounded to operands
     merged: int = 1  # groups of the layer per group of `geometry`, with zero weights from one to another
     weight_aligned: bool = True  # whether the address of the weight is a multiple of 16 bytes
+    holding: Holding = Holding.ANY  # which channels of a position a warp must hold
 
     @property
     def item_bytes(self) -> int:
@@ -76,6 +77,11 @@ class Job:
         """Whether the written tensor has no gaps in memory."""
         sizes = (self.batch, self.geometry.out_channels, *self.written_size)
         return last_offset(sizes, self.written) + 1 == prod(sizes)
+
+    @property
+    def stored_channels(self) -> int:
+        """The numbers that are stored of a position."""
+        return 1 if self.holding is Holding.REDUCED else self.geometry.out_channels
 
     @property
     def written_count(self) -> int:
@@ -123,7 +129,7 @@ def job_of(problem: Problem) -> Job:
         return Job(
             g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
             g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm, strict,
-            weight_aligned=p.weight_aligned,
+            weight_aligned=p.weight_aligned, holding=_holding(p),
         )  # fmt: skip
     ci, co, *taps = p.weight
     swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
@@ -142,6 +148,12 @@ def job_of(problem: Problem) -> Job:
         weight=(co, ci, *(-stride for stride in taps)),
         weight_tap=last,
     )
+
+
+def _holding(problem: Problem) -> Holding:
+    if not problem.channels:
+        return Holding.ANY
+    return Holding.REDUCED if problem.per_position else Holding.ALL
 
 
 def groups_to_merge(geometry: Geometry, item_bytes: int) -> int:

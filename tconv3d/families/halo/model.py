@@ -13,7 +13,7 @@ from math import prod
 
 from ...planning.geometry import Axis
 from . import loading
-from .build import SLAB, STEP_BYTES, Build, Division, Input, Output, ceil_div
+from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output, ceil_div
 from .job import Job
 from .measured import COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns
@@ -86,6 +86,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
+    if job.holding is Holding.REDUCED:
+        return outputs / build.tile.outputs / 32 * costs.store
     if build.output is Output.LONG_RUNS:
         return outputs / 32 * costs.long_runs
     if build.input is Input.LINES:
@@ -109,7 +111,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     last = job.written_last
     width = job.written_size[2]
     inputs = job.batch * g.in_channels * prod(job.read_size) * item
-    lines = job.batch * g.out_channels * job.written_size[0] * job.written_size[1]
+    lines = job.batch * job.stored_channels * job.written_size[0] * job.written_size[1]
     outputs = lines * width * item
     if last:  # a run of outputs is the channels of one position
         shared = 0.0 if build.tile.outputs * item % 32 == 0 else lines * width / build.tile.outputs

@@ -30,8 +30,8 @@ from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strid
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.side import Side
 from ...runtime import cache, plain, sources
-from .build import Build, round_up
-from .candidates import Nominal, builds_of, last_tiles_divided
+from .build import Build, Input, round_up
+from .candidates import MEASURED_LINE_TILES, Nominal, builds_of, last_tiles_divided
 from .job import Job, job_of
 from .launches import HaloPlan, assemble
 from .measured import VERSION
@@ -41,12 +41,14 @@ from .search import best_tiling, costs_of
 from .tiling import forget_boxes
 
 HAS_EPILOGUE = True
+HOLDS_CHANNELS = True
 MAX_TAPS = 800  # most taps that a block of the packing kernel holds
 MAX_SOURCES = 64  # most phase planes of the output gradient
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 AS_GOOD = 1.03  # ratio of predicted times up to which two builds count as equally fast
 SPREAD = 1.04  # ratio of predicted times: the last tiles are divided only if that saves at least 4%
 TORN = 1.01  # factor on the predicted time of builds that write partial sectors, among equally fast builds
+UNMEASURED = 1.1  # factor on the predicted time of builds on lines with more tiles than any measured build
 HOPELESS = 1.5  # ratio to the best predicted time above which tuning does not measure a build
 TUNED = ".tuned"  # suffix of measured choices in the disk cache
 
@@ -111,7 +113,7 @@ def _typical_job(nominal: Nominal, batch: int, size: Triple) -> Job | None:
     weight = strides((g.in_channels, g.out_per_group, *g.kernel))
     return Job(
         g, nominal.gather, batch, nominal.dtype, *sizes, read, written, weight, g.in_per_group * weight[0],
-        strict=nominal.strict,
+        strict=nominal.strict, holding=nominal.holding,
     )  # fmt: skip
 
 
@@ -175,7 +177,8 @@ def outdated_tunings() -> int:
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """Returns the best build by the model."""
     nominal = Nominal.of(job)
-    costs = costs_of(builds_of(nominal, shared_bytes), job, multiprocessors, AS_GOOD)
+    found = costs_of(builds_of(nominal, shared_bytes), job, multiprocessors, AS_GOOD * UNMEASURED)
+    costs = {build: cost * (UNMEASURED if _is_unmeasured(build) else 1.0) for build, cost in found.items()}
     best = min(costs, key=lambda build: costs[build], default=None)
     divided: dict[Build, float] = {}
     if best is not None and not (
@@ -192,6 +195,10 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     # Column tiles of a torn build write parts of the same sectors of float32 outputs.
     factor = TORN if best.item_bytes == 4 and not job.written_last else 1.0
     return min(equals, key=lambda build: (-build.block.producers, costs[build] * (factor if build.torn else 1.0)))
+
+
+def _is_unmeasured(build: Build) -> bool:
+    return build.input is Input.LINES and build.out_tiles > MEASURED_LINE_TILES
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------

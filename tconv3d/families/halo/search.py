@@ -64,7 +64,7 @@ class Least:
         planes = build.line_planes if build.input is Input.LINES else self.reads
         self.row_bytes = build.channel_slots * planes * build.item_bytes  # bytes that are loaded of a row of a halo
         read = job.batch * build.geometry.in_channels * prod(job.read_size)
-        written = job.batch * build.geometry.out_channels * prod(job.written_size)
+        written = job.batch * job.stored_channels * prod(job.written_size)
         moved = read + written * (costs.torn if build.torn and not job.written_last else 1.0)
         memory = moved * build.item_bytes / costs.memory_bytes
         self.memory = memory * (costs.streaming if streams(build, job) else 1.0)

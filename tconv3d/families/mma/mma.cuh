@@ -21,13 +21,18 @@
 // computes every product as three TF32 products of split values (`Halves`): x is split after it is loaded
 // from shared memory, weights when they are packed.
 //
+// With kSplits above 1, so many blocks share the input channels of a tile. Each stores its partial sums, in
+// float32, and another launch adds them in a fixed order.
+//
 // With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
 // its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
 // read their weights for every tile otherwise, which are as many bytes as their halos.
 #pragma once
 
+#include "mma_channels.cuh"
 #include "mma_copies.cuh"
 #include "mma_moments.cuh"
+#include "mma_pairs.cuh"
 #include "mma_stores.cuh"
 #include "mma_tile.cuh"
 
@@ -39,14 +44,16 @@ struct Mma {
   using Layout = typename Tile::Layout;
   using Scalar = typename C::Scalar;
   using Copies = MmaCopies<C>;
+  using Pairs = MmaPairs<C>;
   using Stores = MmaStores<C>;
   static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
   static constexpr int kRowWords = Copies::kRowWords, kStageWords = C::kRows * kRowWords;
   static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
-  static constexpr bool kThroughRegisters = Copies::kByHalves;
+  static constexpr bool kByPairs = C::kCopy == 3, kThroughRegisters = kByPairs || Copies::kByHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
+  static_assert(C::kSplits == 1 || !C::kResident, "resident weights are those of all chunks");
   static_assert(C::kResident || C::kWeightStages == C::kStages, "stages are used again");
 
   // A place in the loop over chunks and steps, with the indices of its buffers. `row` is the step's first row
@@ -63,14 +70,14 @@ struct Mma {
   struct Shared {
     int* table;           // offset in a halo of every window of every row of taps
     unsigned* weights;    // kWeightStages stages of packed weights
-    MmaItem* items;       // list of the items of a halo
+    MmaItem* items;       // list of the items (or pairs) of a halo
     unsigned char* halo;  // kHaloBuffers halos
 
-    __device__ __forceinline__ explicit Shared(int slots)
+    __device__ __forceinline__ explicit Shared(int list)
         : table(dynamic_shared<int>()),
           weights(dynamic_shared<unsigned>() + kTableInts),
           items(reinterpret_cast<MmaItem*>(weights + C::kWeightStages * kStageWords)),
-          halo(reinterpret_cast<unsigned char*>(items + (slots + 1) / 2 * 2)) {}
+          halo(reinterpret_cast<unsigned char*>(items) + list) {}
   };
 
   const Tile& tile;
@@ -82,6 +89,7 @@ struct Mma {
   unsigned base;
   float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
   typename Copies::Jobs jobs;
+  typename Pairs::Jobs pair_jobs;
 
   __device__ __forceinline__ void prepare() {
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -91,10 +99,14 @@ struct Mma {
     halo_bytes = Tile::kPieces * tile.piece_bytes();
     for (int i = threadIdx.x; first && i < tile.rows * C::kWindows; i += C::kThreads)
       shared.table[i] = tile.window_offset(i / C::kWindows, i % C::kWindows);
-    copies.list_items(shared.items);
-    base = ptx::shared_address(shared.halo) + lane / 16 * tile.piece_bytes() +
+    if constexpr (kByPairs) {
+      Pairs(copies).list_pairs(shared.items);
+    } else {
+      copies.list_items(shared.items);
+    }
+    base = ptx::shared_address(shared.halo) + lane / 16 * (Layout::kLaneWords - 1) * tile.piece_bytes() +
            tile.base(tile.position(warp_m, lane % 16, 0));
-    jobs.next = jobs.count = 0;
+    jobs.next = jobs.count = pair_jobs.next = pair_jobs.count = 0;
   }
 
   __device__ __forceinline__ void start_from_bias() {
@@ -130,7 +142,7 @@ struct Mma {
 
   // Issues the copies of a step, commits them as one group, and advances to the next step.
   __device__ __forceinline__ void ask_for(Ahead& at) {
-    if (at.chunk < Layout::kChunks) {
+    if (at.chunk < tile.last_chunk) {
       const int rows = tile.rows_of(at.step);
       if (!C::kResident || first)
         copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
@@ -146,8 +158,11 @@ struct Mma {
   }
   // Starts the copy of a halo through registers, which proceeds while the previous halo is multiplied.
   __device__ __forceinline__ void begin_jobs(int halo, int chunk, int source) {
-    if constexpr (kThroughRegisters) {
-      if (chunk < Layout::kChunks) copies.begin(jobs, shared.halo + halo * halo_bytes, chunk, source);
+    if (chunk >= tile.last_chunk) return;
+    if constexpr (kByPairs) {
+      Pairs(copies).begin(pair_jobs, shared.halo + halo * halo_bytes, chunk, source);
+    } else if constexpr (kThroughRegisters) {
+      copies.begin(jobs, shared.halo + halo * halo_bytes, chunk, source);
     }
   }
   __device__ __forceinline__ void begin_jobs_after(const Cursor& at) {
@@ -155,10 +170,15 @@ struct Mma {
     const bool last = source == tile.sources;
     begin_jobs(halo, at.chunk + (last ? 1 : 0), last ? 0 : source);
   }
-  __device__ __forceinline__ void finish_jobs() {
-    if constexpr (kThroughRegisters) {
-      while (jobs.next < jobs.count) copies.advance(jobs);
+  __device__ __forceinline__ void advance_jobs() {
+    if constexpr (kByPairs) {
+      Pairs(copies).advance(pair_jobs);
+    } else if constexpr (kThroughRegisters) {
+      copies.advance(jobs);
     }
+  }
+  __device__ __forceinline__ void finish_jobs() {
+    while (kByPairs ? pair_jobs.next < pair_jobs.count : jobs.next < jobs.count) advance_jobs();
   }
 
   // ---- The products. A use is the product of a window's fragments, at one K step, with the weights of a
@@ -187,13 +207,14 @@ struct Mma {
     for (int i = 0; i < C::kWindows; ++i) most = C::kWindowSpan(i) > most ? C::kWindowSpan(i) : most;
     return C::kTilesM + most;
   }
-  using Fragments = unsigned[most_fragments()][4];
-  using Columns = unsigned[C::kHalves][C::kTilesN][2];
+  static constexpr int kLaneWords = Layout::kLaneWords;
+  using Fragments = unsigned[most_fragments()][2 * kLaneWords];
+  using Columns = unsigned[C::kHalves][C::kTilesN][kLaneWords];
 
   template <int kNumber>
   __device__ __forceinline__ void load_fragments(Fragments& a, const unsigned (&windows)[C::kWindows]) const {
     constexpr Use kUse = use(kNumber);
-    const unsigned from = windows[kUse.window] + 2 * kUse.step * tile.piece_bytes();
+    const unsigned from = windows[kUse.window] + kLaneWords * kUse.step * tile.piece_bytes();
 #pragma unroll
     for (int i = 0; i < C::kTilesM + C::kWindowSpan(kUse.window); ++i)
       ptx::load_matrices(a[i], from + i * Tile::kSlotBytes);
@@ -209,12 +230,14 @@ struct Mma {
                     kTile = decltype(number)::value % C::kTilesN;
       const unsigned* const from = strip + kHalf * Layout::kHalfWords + Layout::fragment(kTile, 0);
       if constexpr (!Layout::paired(kTile)) {
-        const auto words = load_vector<2>(from + 2 * lane);
-        b[kHalf][kTile][0] = words.at[0], b[kHalf][kTile][1] = words.at[1];
+        const auto words = load_vector<kLaneWords>(from + kLaneWords * lane);
+#pragma unroll
+        for (int i = 0; i < kLaneWords; ++i) b[kHalf][kTile][i] = words.at[i];
       } else if constexpr (kTile % 2 == 0) {
-        const auto words = load_vector<4>(from + 4 * lane);
-        b[kHalf][kTile][0] = words.at[0], b[kHalf][kTile][1] = words.at[1];
-        b[kHalf][kTile + 1][0] = words.at[2], b[kHalf][kTile + 1][1] = words.at[3];
+        const auto words = load_vector<2 * kLaneWords>(from + 2 * kLaneWords * lane);
+#pragma unroll
+        for (int i = 0; i < 2 * kLaneWords; ++i)
+          b[kHalf][kTile + i / kLaneWords][i % kLaneWords] = words.at[i];
       }
     });
   }
@@ -227,7 +250,7 @@ struct Mma {
 #pragma unroll
       for (int i = 0; i < C::kTilesM + C::kWindowSpan(kWindow); ++i) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < 2 * kLaneWords; ++k) {
           const float value = ptx::bits_to_float(a[i][k]);
           if constexpr (C::kHalves == 2) {
             a[i][k] = Halves::high(value);
@@ -321,7 +344,7 @@ struct Mma {
 #pragma unroll 1
       for (int i = 0; i < rows; ++i) {
         multiply_rows<1>(halo, at.row + i, weights + i * kRowWords);
-        if constexpr (kThroughRegisters) copies.advance(jobs);
+        advance_jobs();
       }
     }
   }
@@ -347,12 +370,12 @@ struct Mma {
     __syncthreads();  // the tables are visible to all threads
     // A block phase without taps outputs the bias alone.
     if (tile.rows > 0) {
-      Cursor current;
-      Ahead ahead{{}, copies.weights()};
-      begin_jobs(0, 0, 0);
+      Cursor current{tile.first_chunk};
+      Ahead ahead{{tile.first_chunk}, copies.weights()};
+      begin_jobs(0, tile.first_chunk, 0);
       for (int i = 0; i < C::kStages - 1; ++i) ask_for(ahead);
 #pragma unroll 1
-      while (current.chunk < Layout::kChunks) {
+      while (current.chunk < tile.last_chunk) {
         const bool begins = kThroughRegisters && tile.begins_halo(current.step);
         if (begins) finish_jobs();
         ptx::copy_wait<C::kStages - 2>();
@@ -370,10 +393,13 @@ struct Mma {
       apply_epilogue();
       MmaMoments<C>{tile, sums, warp_m, warp_n, lane}.store();
     }
+    if constexpr (C::Epilogue::kOverChannels) {
+      if (MmaChannels<C>{tile, warp_m, lane}.run(sums)) return;
+    }
     // Stores do not pass through the shared memory of weights that the next tile needs.
     unsigned char* const staged =
         C::kResident ? reinterpret_cast<unsigned char*>(shared.items) : dynamic_shared<unsigned char>();
-    const Stores stores{tile, warp_m, warp_n, lane, reinterpret_cast<Scalar*>(staged)};
+    const Stores stores{tile, warp_m, warp_n, lane, reinterpret_cast<typename C::Out*>(staged)};
     if constexpr (C::kLastOut) {
       stores.store_rows(sums);
     } else {
@@ -385,7 +411,7 @@ struct Mma {
 template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Mma<Config>;
-  const typename Kernel::Shared shared(args.slots);
+  const typename Kernel::Shared shared(args.list);
   const int tiles = Config::kResident ? args.tiles_of_block : 1;
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {

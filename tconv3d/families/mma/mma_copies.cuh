@@ -4,6 +4,7 @@
 // Where 16 bytes of channels are contiguous in memory, one asynchronous copy moves them as a piece. Otherwise
 // channels are copied one by one: 4-byte numbers asynchronously, and 16-bit numbers through registers, two
 // channels to a word and a few words at a time between products, because no asynchronous copy moves 2 bytes.
+// Where 16-bit numbers are contiguous along w, they are copied by words of memory instead (mma_pairs.cuh).
 #pragma once
 
 #include "mma_tile.cuh"
@@ -39,13 +40,17 @@ struct MmaCopies {
         items(items),
         count(tile.args.tile_n * tile.args.halo.d * tile.args.halo.h * tile.args.halo.w) {}
 
-  // Tells whether item (n, d, h, w) of a source's halo lies inside x.
-  __device__ __forceinline__ bool is_inside(int source, int n, int d, int h, int w) const {
+  // Tells whether a line of a source's halo lies inside x.
+  __device__ __forceinline__ bool has_line(int source, int n, int d, int h) const {
     const Args& args = tile.args;
     const Extent start = tile.start(source);
-    const int x_d = start.d + d * C::kLineStepD, x_h = start.h + h * C::kLineStepH, x_w = start.w + w;
-    return tile.n + n < args.batch && x_d >= 0 && x_d < args.x_size.d && x_h >= 0 && x_h < args.x_size.h &&
-           x_w >= 0 && x_w < args.x_size.w;
+    const int x_d = start.d + d * C::kLineStepD, x_h = start.h + h * C::kLineStepH;
+    return tile.n + n < args.batch && x_d >= 0 && x_d < args.x_size.d && x_h >= 0 && x_h < args.x_size.h;
+  }
+  // Tells whether item (n, d, h, w) of a source's halo lies inside x.
+  __device__ __forceinline__ bool is_inside(int source, int n, int d, int h, int w) const {
+    const int x_w = tile.start(source).w + w;
+    return has_line(source, n, d, h) && x_w >= 0 && x_w < tile.args.x_size.w;
   }
   // Tells the same of item i of the list.
   __device__ __forceinline__ bool is_inside(const MmaItem& item, int i, int source) const {
@@ -75,10 +80,11 @@ struct MmaCopies {
     }
   }
 
-  // Returns this thread's first words of the packed weights of the block's first row of taps.
+  // Returns this thread's first words of the packed weights of the block's first chunk and row of taps.
   __device__ __forceinline__ const unsigned* weights() const {
     const long long block = static_cast<long long>(tile.group) * Layout::kSlices + tile.slice;
-    const long long tap = block * Layout::kChunks * C::kAllTaps + tile.first_row * C::kTaps;
+    const long long tap =
+        (block * Layout::kChunks + tile.first_chunk) * C::kAllTaps + tile.first_row * C::kTaps;
     return static_cast<const unsigned*>(tile.args.packed) + tap * Layout::kTapWords + 4 * threadIdx.x;
   }
   // Copies the packed weights of `rows` rows of taps. `from` has this thread's first words.

@@ -54,10 +54,11 @@ struct MmaPack {
       const int tap = i / kWords, step = i % kWords / Layout::kStripWords;
       const int half = i % Layout::kStripWords / Layout::kHalfWords, word = i % Layout::kHalfWords;
       if (first_tap + tap >= C::kAllTaps) break;
-      const bool pair = Layout::paired(word / 64);
-      const int lane = pair ? word % 128 / 4 : word % 64 / 2;
-      const int tile = pair ? word / 128 * 2 + word % 4 / 2 : word / 64;
-      const int row = (step * 8 + lane % 4 + word % 2 * 4) * Layout::kPerWord;
+      constexpr int kLane = Layout::kLaneWords, kTile = Layout::kTileWords;
+      const bool pair = Layout::paired(word / kTile);
+      const int lane = pair ? word % (2 * kTile) / (2 * kLane) : word % kTile / kLane;
+      const int tile = pair ? word / (2 * kTile) * 2 + word % (2 * kLane) / kLane : word / kTile;
+      const int row = (step * C::kStepWords + lane % 4 + word % kLane * 4) * Layout::kPerWord;
       const Scalar* from = staged + tap * kTapPitch + row * kStrip + Layout::column(tile, lane / 4);
       unsigned bits;
       if constexpr (C::kHalves == 2) {

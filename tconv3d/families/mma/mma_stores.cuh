@@ -14,25 +14,31 @@ template <class C>
 struct MmaStores {
   using Tile = MmaTile<C>;
   using Layout = typename Tile::Layout;
-  using Scalar = typename C::Scalar;
+  using Out = typename C::Out;  // type of y, or float for partial sums
   using Sums = float[C::kPhases][C::kTilesM][C::kTilesN][4];
 
   const Tile& tile;
   int warp_m, warp_n, lane;
-  Scalar* staged;  // shared memory for lines of outputs
+  Out* staged;  // shared memory for lines of outputs
+
+  // Returns y or, if several blocks share the channels of a tile, this block's part of the sums.
+  __device__ __forceinline__ Out* outputs() const {
+    return static_cast<Out*>(tile.args.y) + (C::kSplits > 1 ? tile.split * tile.args.part : 0);
+  }
 
   // Returns neighbouring sums as outputs; `to` is the address of the first output, `channel` its channel in
   // the group.
   template <bool kChannels, int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> finished(float (&sums)[kCount], const Scalar* to, int n,
-                                                             int channel, int step, int present) const {
-    if constexpr (!C::Epilogue::kLeavesMoments) {  // otherwise mma.cuh has already applied the epilogue
-      const long long offset = to - static_cast<const Scalar*>(tile.args.y);
+  __device__ __forceinline__ Vector<Out, kCount> finished(float (&sums)[kCount], const Out* to, int n,
+                                                          int channel, int step, int present) const {
+    // Otherwise mma.cuh has already applied the epilogue.
+    if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels) {
+      const long long offset = to - outputs();
       finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
     }
-    Vector<Scalar, kCount> values;
+    Vector<Out, kCount> values;
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Scalar>::from(sums[k]);
+    for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Out>::from(sums[k]);
     return values;
   }
 
@@ -40,8 +46,7 @@ struct MmaStores {
 
   // Stores two or four neighbouring channels of an output of batch item n.
   template <int kCount>
-  __device__ __forceinline__ void store_channels(Scalar* y, int n, int channel,
-                                                 float (&&sums)[kCount]) const {
+  __device__ __forceinline__ void store_channels(Out* y, int n, int channel, float (&&sums)[kCount]) const {
     if constexpr (C::kVectorStores) {
       if (channel >= C::kOuts) return;
       store_vector(y + channel, finished<true>(sums, y + channel, n, channel, 1, kCount));
@@ -57,7 +62,7 @@ struct MmaStores {
   __device__ __forceinline__ void store_rows(const Sums& sums) const {
     const Strides& strides = tile.args.y_strides;
     const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
-    Scalar* const y = static_cast<Scalar*>(tile.args.y) + static_cast<long long>(tile.group) * C::kOuts;
+    Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts;
 #pragma unroll
     for (int m = 0; m < C::kTilesM; ++m) {
 #pragma unroll
@@ -67,7 +72,7 @@ struct MmaStores {
         for (int f = 0; f < C::kPhases; ++f) {
           const auto to = tile.output(at, f);
           if (!to.exists) continue;
-          Scalar* const row = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w;
+          Out* const row = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w;
 #pragma unroll
           for (int j = 0; j < C::kTilesN; j += 2) {
             const float (&left)[4] = sums[f][m][j];
@@ -96,7 +101,7 @@ struct MmaStores {
 
   // A lane has kOwn neighbouring outputs of a line, and writes kVector of them to shared memory at a time.
   static constexpr int kOwn = C::kTilesM * kPhasesW;
-  static constexpr int kMostVector = 16 / static_cast<int>(sizeof(Scalar));
+  static constexpr int kMostVector = 16 / static_cast<int>(sizeof(Out));
   static constexpr int kVector = kOwn % kMostVector == 0 ? kMostVector
                                  : kOwn % 4 == 0         ? 4
                                  : kOwn % 2 == 0         ? 2
@@ -104,15 +109,15 @@ struct MmaStores {
 
   // Returns the outputs of a channel from position `at` and phase f on, and then k further along the line.
   template <int kCount>
-  __device__ __forceinline__ Vector<Scalar, kCount> finished_of_line(float (&sums)[kCount],
-                                                                     const typename Tile::Position& at, int f,
-                                                                     int k, int channel) const {
+  __device__ __forceinline__ Vector<Out, kCount> finished_of_line(float (&sums)[kCount],
+                                                                  const typename Tile::Position& at, int f,
+                                                                  int k, int channel) const {
     const auto to = tile.output(at, f);
     const int w = to.w + k * kStepW, left = (tile.args.y_size.w - w + kStepW - 1) / kStepW;
     const Strides& strides = tile.args.y_strides;
-    const Scalar* const y = static_cast<const Scalar*>(tile.args.y) + to.n * strides.n +
-                            (static_cast<long long>(tile.group) * C::kOuts + channel) * strides.c +
-                            to.d * strides.d + to.h * strides.h + w;
+    const Out* const y = outputs() + to.n * strides.n +
+                         (static_cast<long long>(tile.group) * C::kOuts + channel) * strides.c +
+                         to.d * strides.d + to.h * strides.h + w;
     return finished<false>(sums, y, to.n, channel, kStepW, to.exists && channel < C::kOuts ? left : 0);
   }
 
@@ -123,13 +128,13 @@ struct MmaStores {
     static_for<C::kStoreTiles>([&](auto i) {
       constexpr int kTile = kFirst + decltype(i)::value;
       if constexpr (kTile < C::kTilesN) {
-        Scalar* const to =
+        Out* const to =
             staged + ((decltype(i)::value * C::kWarpsN + warp_n) * 8 + lane % 4 * 2) * tile.args.store_pitch;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const auto& at = e < 2 ? first : second;
           if (!at.exists) continue;
-          Scalar* const line =
+          Out* const line =
               to + e % 2 * tile.args.store_pitch +
               ((at.n * tile.args.tile.d + at.d) * tile.args.tile.h + at.h) * tile.args.store_line +
               at.w * kPhasesW;
@@ -143,7 +148,7 @@ struct MmaStores {
                 some[v] = sums[f * kPhasesW + (k + v) % kPhasesW][(k + v) / kPhasesW][kTile][e];
               const int channel = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8 +
                                   Layout::column(kTile, lane % 4 * 2 + e % 2);
-              *reinterpret_cast<Vector<Scalar, kVector>*>(line + f * lines * tile.args.store_line + k) =
+              *reinterpret_cast<Vector<Out, kVector>*>(line + f * lines * tile.args.store_line + k) =
                   finished_of_line(some, at, f * kPhasesW, k, channel);
             }
           }
@@ -164,8 +169,8 @@ struct MmaStores {
   // A line of outputs of every column in shared memory, and the lanes that store it: `lanes` lanes share one
   // column, and the warp stores `columns` columns at a time.
   struct Line {
-    Scalar* to;  // the line's first output, of the group's first channel
-    const Scalar* from;
+    Out* to;  // the line's first output, of the group's first channel
+    const Out* from;
     int length, own, lanes, column, columns, first_tile;
   };
 
@@ -178,7 +183,7 @@ struct MmaStores {
     for (int i = kWidth * line.own; i < line.length; i += kWidth * line.lanes) {
 #pragma unroll 1
       for (int k = line.column; k < kAtOnce; k += kBatch * line.columns) {
-        Vector<Scalar, kWidth> values[kBatch];
+        Vector<Out, kWidth> values[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
           const int column = k + b * line.columns < kAtOnce ? k + b * line.columns : k;
@@ -198,12 +203,12 @@ struct MmaStores {
     for (int k = line.column; k < kAtOnce; k += line.columns) {
       const int channel = channel_of(k, line.first_tile);
       if (channel >= C::kOuts) continue;
-      Scalar* const to = line.to + channel * tile.args.y_strides.c;
-      const Scalar* const from = line.from + k * tile.args.store_pitch;
-      const int odd = static_cast<int>(reinterpret_cast<unsigned long long>(to) / sizeof(Scalar) % 2);
+      Out* const to = line.to + channel * tile.args.y_strides.c;
+      const Out* const from = line.from + k * tile.args.store_pitch;
+      const int odd = static_cast<int>(reinterpret_cast<unsigned long long>(to) / sizeof(Out) % 2);
       for (int i = 2 * line.own - odd; i < line.length; i += 2 * line.lanes) {
         if (i >= 0 && i + 1 < line.length) {
-          store_vector(to + i, Vector<Scalar, 2>{from[i], from[i + 1]});
+          store_vector(to + i, Vector<Out, 2>{from[i], from[i + 1]});
         } else {
           const int single = i < 0 ? 0 : i;
           to[single] = from[single];
@@ -221,7 +226,7 @@ struct MmaStores {
       const auto at = tile.output(tile.on_line(of_phase, 0), f);
       if (!at.exists) continue;
       const int left = (args.y_size.w - at.w + kStepW - 1) / kStepW;
-      const Line line{static_cast<Scalar*>(args.y) + at.n * args.y_strides.n +
+      const Line line{outputs() + at.n * args.y_strides.n +
                           static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c +
                           at.d * args.y_strides.d + at.h * args.y_strides.h + at.w,
                       staged + i * args.store_line,
@@ -236,7 +241,7 @@ struct MmaStores {
         store_vectors<kWide>(line);
       } else if (kHalf > 1 && args.store_width == kHalf) {
         store_vectors<kHalf>(line);
-      } else if constexpr (Layout::kPerWord == 1 || kStepW > 1) {
+      } else if constexpr (sizeof(Out) == 4 || kStepW > 1) {
         store_vectors<1>(line);
       } else {
         store_pairs(line);

@@ -42,12 +42,15 @@ struct MmaTile {
 
   const Args& args;
   int n, group, slice;            // first batch item, group, slice of output channels
+  int split;                      // number of the block among those that share the channels of a tile
   int first_d, first_h, first_w;  // first position q of the tile
   int phase_d, phase_h, phase_w;  // phases of the block along dimensions that are not unrolled
   int first_source, sources;      // first source and number of sources of the block
   int first_row, rows;            // first row and number of rows of taps of the block
   int first_step, steps;          // first step and number of steps of a chunk of the block
   int place;                      // number of the block among those with its batch items and channels
+  int first_chunk,
+      last_chunk;  // chunks of input channels from the first to before the last that the block sums
 
   // Tile `number` of the block.
   __device__ __forceinline__ MmaTile(const Args& args, int number) : args(args) {
@@ -58,6 +61,11 @@ struct MmaTile {
     block /= Layout::kSlices;
     group = block % C::kGroups;
     block /= C::kGroups;
+    constexpr int kOwnChunks = (Layout::kChunks + C::kSplits - 1) / C::kSplits;
+    split = block % C::kSplits;
+    block /= C::kSplits;
+    first_chunk = split * kOwnChunks;
+    last_chunk = first_chunk + kOwnChunks < Layout::kChunks ? first_chunk + kOwnChunks : Layout::kChunks;
     if constexpr (C::kResident) block = block * args.tiles_of_block + number;
     const int rest_w = divide(block, args.tiles_w), rest_h = divide(rest_w, args.tiles_h);
     const int rest_d = divide(rest_h, args.tiles_d);

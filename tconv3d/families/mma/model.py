@@ -15,10 +15,22 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ...planning.geometry import Triple
-from ...planning.problem import Device
+from ...planning.problem import Device, Pass, last_offset
 from ...planning.side import Side
+from .box import Box, boxes
 from .work import Work
+
+# Kinds of copies of the halo (kCopy): of 16 bytes or of 4 bytes (mma_copies.cuh); through registers of 2 bytes, or of
+# pairs of positions of lines that begin at even elements only, or also at odd ones (mma_pairs.cuh).
+PIECES, WORDS, HALVES, PAIRS, ODD_PAIRS = range(5)
+COPY_BYTES = (16, 4, 2, 32, 32)  # bytes of a copy of each lane, by kind of copy
+JOB_BYTES = (
+    0,
+    0,
+    16,
+    32,
+    32,
+)  # bytes that a thread copies between two rows of taps, by kind of copy; 64 for two pairs
 
 # The unit of all costs is a cycle of one multiprocessor.
 MULTIPLY_CYCLES = 2.0  # cycles per matrix instruction if all four schedulers issue them
@@ -29,7 +41,7 @@ ROWS_BYTES_PER_CYCLE = 12.0  # bytes per cycle and multiprocessor read and writt
 LAUNCH_CYCLES = 5000.0  # cycles that an additional launch costs for its start and end
 ISSUE_PER_CYCLE = 4.0  # instructions issued per cycle, one by each scheduler
 # Instructions of a warp, counted in the machine code that CUDA 13.0 generates for compute capability 8.0 and 9.0.
-COPY_INSTRUCTIONS = 10.0  # instructions per copy of each lane to the halo
+COPY_INSTRUCTIONS = (10.0, 10.0, 18.0, 70.0, 125.0)  # instructions per copy of each lane to the halo, by kind of copy
 WEIGHT_INSTRUCTIONS = 2.0  # instructions per copy of each lane to the weights
 ROUND_INSTRUCTIONS = 2.0  # instructions that round one word to TF32
 SPLIT_INSTRUCTIONS = 9.0  # instructions that split one word into two TF32 numbers
@@ -41,7 +53,6 @@ STORE_INSTRUCTIONS = 12.0  # instructions per store of each lane
 STEP_CYCLES = 250.0  # cycles of a step's barrier and of the wait for its first fragments
 LATENCY_CYCLES = 1200.0  # cycles from the issue of a copy to its arrival in shared memory
 JOB_CYCLES = 700.0  # cycles from the loads of a job (words copied through registers) to its stores in shared memory
-JOB_WORDS = 4  # words per thread and job: kJobWords in mma_copies.cuh
 ROW_CYCLES = 90.0  # cycles that a warp waits for the first fragments of a row of taps
 BLOCK_CYCLES = 2500.0  # cycles of a block before its first product and after its last
 SECTOR = 32  # bytes of a sector of memory
@@ -50,12 +61,14 @@ TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal
 OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
 # Blocks with several tiles were never measured: they are taken only if predicted to be clearly faster than others.
 RESIDENT = 1.05
+SPLIT = 1.1  # the same for blocks that share the channels of a tile
 LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
 K_STEP = 32  # bytes of channels per matrix instruction
 REGISTERS = 65536  # per multiprocessor
 OTHER_REGISTERS = 56  # registers per thread for addresses and counters
-JOB_REGISTERS = 12  # registers per thread for words copied through registers
+JOB_REGISTERS = (0, 0, 12, 14, 26)  # registers per thread for words copied through registers, by kind of copy
+PAIR_REGISTERS = (0, 0, 0, 10, 19)  # registers per thread for a second pair of positions, by kind of copy
 STORE_BYTES = 49152  # bytes of shared memory that stage stores; at least one column tile of each warp is staged
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system reserves per block
 MAX_CODE = 640  # matrix instructions in the unrolled code of a row of taps
@@ -65,8 +78,6 @@ SAFE_SUMS = 128  # accumulators per thread
 STRICT_SUMS = 64  # accumulators per thread in strict float32, which has partial sums and low halves beside them
 MAX_BLOCKS = 5  # blocks per multiprocessor
 MAX_REGISTERS = 244  # registers per thread by the estimate `_registers`
-BOX_ITEM = 0.3  # cost of an item of the halo, relative to the products of a position
-BOX_LINE = 4.0  # cost of the partial sectors at the ends of a line in memory, in items
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # warps of a block along positions and along channels
 ROWS = (1, 2, 3, 4, 6, 9)  # candidates for the rows of taps per stage
 # From 8192 positions on, a warp has at least 6 tiles of 16 x 8 sums, unless its columns are all output channels.
@@ -89,6 +100,7 @@ class Build:
     blocks: int  # blocks per multiprocessor
     resident: bool = False  # a block computes several tiles, and all its weights stay in shared memory
     apart: bool = False  # every row of taps has a halo of its own
+    splits: int = 1  # blocks that share the input channels of a tile; above 1, each stores partial sums
 
     @property
     def threads(self) -> int:
@@ -107,96 +119,11 @@ class Build:
         return (
             f"{self.warps_m * self.warps_n} warps x {self.blocks} blocks, each block {self.positions} positions x "
             f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
-            f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
+            f"{self.steps} steps of channels at a time, {self.stages} stages of {self.rows} rows of taps"
             + (", weights stay in shared memory" if self.resident else "")
             + (", a halo for each tap" if self.apart else "")
+            + (f", {self.splits} blocks for a tile's sums" if self.splits > 1 else "")
         )
-
-
-@dataclass(frozen=True)
-class Box:
-    """Describes the positions of a block by run-time values, which are chosen for the volume."""
-
-    items: int  # batch items per block
-    tile: Triple  # positions per batch item
-    halo: Triple  # positions of the halo per batch item
-    plane: int  # slots per plane of a line of the halo, where a line has one plane for each residue of the input step
-    line: int  # slots from line to line of the halo along h
-    sheet: int  # slots from line to line of the halo along d
-    slots: int  # slots of the halo
-    tiles: tuple[int, ...]  # number of boxes along n, d, h, w
-
-    @classmethod
-    def of(cls, work: Work, items: int, tile: Triple) -> Box:
-        steps, whole = work.halo_steps, (work.side.problem.batch, *work.side.grid)
-        halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
-        plane = -(-halo[2] // steps[2])
-        line = plane * steps[2] | 1
-        sheet = halo[1] * line
-        # The lines of the box that follow each other, also from sheet to sheet, are an odd number of slots apart
-        # modulo 8: the 8 rows of one ldmatrix lie in different banks.
-        sheet += (tile[1] * line - sheet) % 8
-        tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
-        return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
-
-    @property
-    def positions(self) -> int:
-        return self.items * prod(self.tile)
-
-    @property
-    def lines(self) -> int:
-        return self.items * self.tile[0] * self.tile[1]
-
-    @property
-    def halo_items(self) -> int:
-        return self.items * prod(self.halo)
-
-    @property
-    def halo_lines(self) -> int:
-        return self.items * self.halo[0] * self.halo[1]
-
-
-@lru_cache(maxsize=4096)
-def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
-    """Returns the cheapest boxes for `warps_m` warps, each with 16 lines and `tiles_m` positions along w.
-
-    These are the 2 cheapest boxes, and the cheapest box of each width.
-    """
-    found: dict[tuple[int, Triple], None] = {}
-    depth, height, width = work.side.grid
-    for warps_w in (1, 2, 4, 8):
-        if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
-            continue
-        lines = 16 * warps_m // warps_w
-        for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
-            parts = -(-depth // min(depth, lines // h))
-            deep = -(-depth // parts)
-            tile = (deep, h, warps_w * tiles_m)
-            found[1, tile] = None
-            if parts == 1 and lines >= 2 * deep * h:  # there is room for several batch items
-                found[min(work.side.problem.batch, lines // (deep * h)), tile] = None
-
-    steps, reach, batch = work.halo_steps, work.reach, work.side.problem.batch
-    by_line_read, by_line_written = (BOX_LINE if line == 1 else 0.0 for line in (work.side.x[4], work.side.y[4]))
-
-    def cost(items_and_tile: tuple[int, Triple]) -> float:
-        items, (d, h, w) = items_and_tile
-        halo_lines = items * ((d - 1) * steps[0] + reach[0] + 1) * ((h - 1) * steps[1] + reach[1] + 1)
-        read = halo_lines * ((w - 1) * steps[2] + reach[2] + 1) + by_line_read * halo_lines
-        written = by_line_written * (items * d * h)
-        tiles = -(-batch // items) * -(-depth // d) * -(-height // h) * -(-width // w)
-        return tiles * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
-
-    cheapest = sorted(found, key=cost)
-    widths: dict[int, tuple[int, Triple]] = {}
-    for each in cheapest:
-        widths.setdefault(each[1][2], each)
-    return tuple(Box.of(work, *each) for each in dict.fromkeys((*cheapest[:2], *widths.values())))
-
-
-def _even_parts(size: int, most: int) -> set[int]:
-    """Returns the extents of up to 16 equal parts of a size, without extents above `most`."""
-    return {extent for parts in range(1, 17) if (extent := -(-size // parts)) <= most}
 
 
 @dataclass(frozen=True)
@@ -206,7 +133,7 @@ class Candidate:
     work: Work
     build: Build
     box: Box
-    copy: int  # kCopy in mma_copies.cuh: how the halo is copied to shared memory
+    copy: int  # kind of copy of the halo: PIECES to ODD_PAIRS
     item_bytes: int
     rows: bool = False  # another launch first rewrites x as rows of channels
     tiles_of_block: int = 1  # tiles that a block computes one after the other
@@ -223,11 +150,25 @@ class Candidate:
 
     @property
     def chunk(self) -> int:
-        return self.build.steps * K_STEP // self.item_bytes
+        return self.build.steps * self.work.step_bytes // self.item_bytes
 
     @property
     def chunks(self) -> int:
         return -(-self.work.side.reduced // self.chunk)
+
+    @property
+    def own_chunks(self) -> int:
+        """The chunks of channels that a block sums over."""
+        return -(-self.chunks // self.build.splits)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a number that is stored: an output, or a partial sum in float32."""
+        return self.item_bytes if self.build.splits == 1 else 4
+
+    @property
+    def outputs(self) -> int:
+        return outputs_of(self.work.side)
 
     @property
     def slices(self) -> int:
@@ -235,7 +176,7 @@ class Candidate:
 
     @property
     def tap_bytes(self) -> int:
-        return self.halves * self.build.steps * K_STEP * self.build.columns
+        return self.halves * self.build.steps * self.work.step_bytes * self.build.columns
 
     @property
     def stage_bytes(self) -> int:
@@ -258,31 +199,45 @@ class Candidate:
     @property
     def store_line(self) -> int:
         """Elements from line to line of y staged in shared memory: an odd multiple of 16 bytes."""
-        return (-(-self.box.tile[2] * self.store_phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
+        return (-(-self.box.tile[2] * self.store_phases * self.out_bytes // 16) | 1) * 16 // self.out_bytes
 
     @property
     def store_pitch(self) -> int:
         """Elements from column to column of y staged in shared memory: an odd multiple of 16 bytes."""
         lines = self.box.lines * (len(self.work.inner.phases) // self.store_phases)
-        return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
+        return (lines * self.store_line * self.out_bytes // 16 | 1) * 16 // self.out_bytes
 
     @property
     def store_tiles(self) -> int:
         """The number of 8-column tiles of a warp that are staged for stores at a time; equal for all boxes."""
-        each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.item_bytes
+        each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.out_bytes
         return max(1, min(self.build.tiles_n, STORE_BYTES // each))
 
     @property
     def store_bytes(self) -> int:
         if self.work.side.y[4] != 1:
             return 0
-        return 8 * self.build.warps_n * self.store_pitch * self.item_bytes * self.store_tiles
+        return 8 * self.build.warps_n * self.store_pitch * self.out_bytes * self.store_tiles
 
     @property
     def copy_bytes(self) -> int:
-        items = -(-self.box.slots // 2) * 16
-        halos = self.halo_buffers * self.box.slots * self.build.steps * K_STEP
-        return self.kept_bytes + items + halos
+        halos = self.halo_buffers * self.box.slots * self.build.steps * self.work.step_bytes
+        return self.kept_bytes + self.list_bytes + halos
+
+    @property
+    def job_pairs(self) -> int:
+        """The pairs of positions that a thread copies between two rows of taps: two if registers suffice."""
+        if self.copy < PAIRS:
+            return 1
+        b, phases = self.build, len(self.work.inner.phases)
+        needed = _registers(self.work, 4 * phases * b.tiles_m * b.tiles_n, b.tiles_m, b.tiles_n, self.copy)
+        needed += PAIR_REGISTERS[self.copy]
+        return 2 if needed <= MAX_REGISTERS and needed * b.threads * b.blocks <= REGISTERS else 1
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of the list of items (8 bytes each) or of pairs (16 bytes each) of a halo."""
+        return 16 * (self.box.halo_pairs if self.copy >= PAIRS else -(-self.box.slots // 2))
 
     @property
     def weight_stages(self) -> int:
@@ -308,7 +263,8 @@ class Candidate:
     @property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
-        return -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices * len(self.work.phases)
+        blocks = -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices
+        return blocks * len(self.work.phases) * self.build.splits
 
     def in_one_wave(self, device: Device) -> Candidate:
         """Returns the candidate with as many tiles for each block as make all blocks run at the same time."""
@@ -331,24 +287,31 @@ class Candidate:
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
         tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
-        each = max(alone, busy) + OVERLAP * min(alone, busy)
-        return tiles * each + writing_rows(self.work.side, self.rows, device)
+        computing = tiles * (max(alone, busy) + OVERLAP * min(alone, busy))
+        following = writing_rows(self.work.side, self.rows, device) + adding(
+            self.work.side, self.build.splits, device
+        )
+        return computing * (SPLIT if self.build.splits > 1 else 1.0) + following
 
     @property
     def _waiting(self) -> float:
         """Cycles for which a block idles if no other block shares its multiprocessor."""
-        steps = self.chunks * self._steps
+        steps = self.own_chunks * self._steps
         products = MULTIPLY_CYCLES * self.multiplies / max(steps, 1.0)  # cycles of a step
         late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
         waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
         exposed = 0.0
-        if self.copy == 2:  # each row of taps hides one job of copies through registers, further jobs are exposed
-            jobs = -(-self.box.halo_items * 8 * self.build.steps // (JOB_WORDS * self.build.threads))
+        if (
+            self.copy >= HALVES
+        ):  # each row of taps hides one job of copies through registers, further jobs are exposed
+            positions = 2 * self.box.halo_pairs if self.copy >= PAIRS else self.box.halo_items
+            job_bytes = JOB_BYTES[self.copy] * self.build.threads * self.job_pairs
+            jobs = -(-positions * self.work.step_bytes * self.build.steps // job_bytes)
             exposed += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
-        if self.copy == 2 or self.work.strict:  # rows of taps are multiplied one by one
+        if self.copy >= HALVES or self.work.strict:  # rows of taps are multiplied one by one
             warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
             exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
-        return waiting + self.chunks * exposed / len(self.work.phases)
+        return waiting + self.own_chunks * exposed / len(self.work.phases)
 
     @property
     def _steps(self) -> float:
@@ -360,7 +323,7 @@ class Candidate:
         """Matrix instructions of an average tile."""
         b = self.build
         taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
-        return b.warps_m * b.warps_n * self.chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
+        return b.warps_m * b.warps_n * self.own_chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
     def parts(self) -> tuple[float, ...]:
         """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average tile."""
@@ -369,28 +332,32 @@ class Candidate:
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
         taps = rows * len(self.work.inner.taps)
         fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
-        k_steps = self.chunks * b.steps
+        k_steps = self.own_chunks * b.steps
         a_loads = warps * k_steps * fragments
-        b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
-        weight_bytes = self.chunks * taps * self.tap_bytes / self.tiles_of_block
-        halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
-        shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
+        b_bytes = warps * k_steps * taps * b.tiles_n * 8 * self.work.step_bytes * self.halves
+        weight_bytes = self.own_chunks * taps * self.tap_bytes / self.tiles_of_block
+        item_bytes = sources * self.box.halo_items * self.item_bytes
+        halo_bytes, read_bytes = (
+            item_bytes * self.own_chunks * self.chunk,
+            item_bytes * min(side.reduced, self.own_chunks * self.chunk),
+        )
+        shared = a_loads * 16 * self.work.step_bytes + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
             rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self.multiplies / self.work.products
         copying = WEIGHT_INSTRUCTIONS / 32 * weight_bytes / 16
-        copying += COPY_INSTRUCTIONS / 32 * halo_bytes / (16, 4, 2)[self.copy]
+        copying += COPY_INSTRUCTIONS[self.copy] / 32 * halo_bytes / COPY_BYTES[self.copy]
         control = STEP_INSTRUCTIONS * self._steps + HALO_INSTRUCTIONS * sources
-        control = warps * self.chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
+        control = warps * self.own_chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
         issued = self.multiplies + a_loads + b_bytes / 512 + rounding + copying + control
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
-        issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
+        issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.out_bytes == 4 else 2)
         return (
-            MULTIPLY_CYCLES * self.multiplies,
+            MULTIPLY_CYCLES * self.multiplies * self.work.step_bytes / K_STEP,
             shared / SHARED_BYTES_PER_CYCLE,
             issued / ISSUE_PER_CYCLE,
-            (weight_bytes + halo_bytes * self.sector_waste) / L2_BYTES_PER_CYCLE,
-            max(self.torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
+            (weight_bytes + read_bytes * self.sector_waste) / L2_BYTES_PER_CYCLE,
+            max(self.torn * stored * self.out_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 
     @property
@@ -403,8 +370,8 @@ class Candidate:
         if side.y[4] != 1:
             return 1.0
         apart = side.gathers[2].output_step // self.store_phases  # other blocks store the outputs in between
-        line = self.box.tile[2] * self.store_phases * apart * self.item_bytes
-        whole = not any(v * self.item_bytes % SECTOR for v in side.y[:4]) and line % SECTOR == 0
+        line = self.box.tile[2] * self.store_phases * apart * self.out_bytes
+        whole = not any(v * self.out_bytes % SECTOR for v in side.y[:4]) and line % SECTOR == 0
         return apart * (1.0 if whole else (line + SECTOR_ENDS) / line)
 
     @property
@@ -415,6 +382,25 @@ class Candidate:
             return (line + SECTOR_ENDS) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
         return max(1.0, SECTOR / run)
+
+
+def outputs_of(side: Side) -> int:
+    """Returns the number of elements of y."""
+    return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
+
+
+def is_dense(side: Side) -> bool:
+    """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
+    shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
+    return last_offset(shape, side.y) + 1 == outputs_of(side)
+
+
+def adding(side: Side, splits: int, device: Device) -> float:
+    """Returns the cycles of the launch that adds partial sums; 0 if there is none."""
+    if splits == 1:
+        return 0.0
+    moved = outputs_of(side) * (4 * splits + side.problem.item_bytes)
+    return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
 
 
 def writing_rows(side: Side, rows: bool, device: Device) -> float:
@@ -436,7 +422,7 @@ def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> 
     window = 4 * (tiles_m + max(window.span for window in work.windows))
     if work.strict:  # also the low halves of x and of the weight, and the partial sums of two rows of tiles
         window, sums = 2 * window, sums + 10 * tiles_n
-    return sums + window + 2 * tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+    return sums + window + 2 * tiles_n + OTHER_REGISTERS + JOB_REGISTERS[copy]
 
 
 def works(side: Side) -> Iterator[Work]:
@@ -463,7 +449,7 @@ class Shape(NamedTuple):
 
 
 def shapes(work: Work, copy: int, item_bytes: int) -> Iterator[Shape]:
-    """Yields every shape worth considering."""
+    """Yields every shape worth considering; a warp holds all channels if a program over channels follows the sums."""
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8)):
@@ -481,6 +467,8 @@ def shapes(work: Work, copy: int, item_bytes: int) -> Iterator[Shape]:
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
+                continue
+            if side.problem.channels and (warps_n > 1 or tiles_n * 8 < side.outs):
                 continue
             if len(work.inner.taps) * tiles_m * tiles_n * steps * work.products > MAX_CODE:
                 continue
@@ -538,6 +526,7 @@ def fitting(found: Candidate, device: Device) -> Iterator[Candidate]:
     fit = min(found.blocks_that_fit(device), found.build.blocks)
     if fit > 0:
         yield found if fit == found.build.blocks else replace(found, build=replace(found.build, blocks=fit))
+        yield from _split(found, fit, device)
     if found.build.stages == 2:
         yield from _resident(found, device)
 
@@ -570,3 +559,19 @@ def _resident(found: Candidate, device: Device) -> Iterator[Candidate]:
         several = replace(resident, build=replace(resident.build, blocks=fit)).in_one_wave(device)
         if several.tiles_of_block > 1:
             yield several
+
+
+def _split(found: Candidate, blocks: int, device: Device) -> Iterator[Candidate]:
+    """Yields the candidate with its channels divided among several blocks, if its own blocks leave the GPU idle.
+
+    Only input gradients are divided: nothing follows their sums, neither a bias nor an epilogue.
+    """
+    problem, room = found.work.side.problem, blocks * device.multiprocessors // found.grid
+    if room < 2 or problem.which is not Pass.INPUT_GRAD or not is_dense(found.work.side):
+        return
+    splits = -(-found.chunks // -(-found.chunks // room))
+    if splits > 1 and 4 * splits * found.outputs <= device.workspace_bytes:
+        divided = replace(found, build=replace(found.build, splits=splits))
+        fit = min(divided.blocks_that_fit(device), blocks)
+        if fit > 0:
+            yield divided if fit == found.build.blocks else replace(divided, build=replace(divided.build, blocks=fit))

@@ -18,17 +18,19 @@ from ...planning.arguments import per_axis
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides
+from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides, last_offset
 from ...planning.repertoire import Repertoire, searched, typical_problems
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
+from ...planning.sums import Sum, add_parts
 from ...planning.turning import channel_rows
 from . import search
 from .arguments import MMA, MMA_PACK
-from .model import Build, Candidate, candidates, candidates_of
+from .model import HALVES, ODD_PAIRS, PAIRS, PIECES, WORDS, Build, Candidate, candidates, candidates_of
 from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
+HOLDS_CHANNELS = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
 # TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, on an H200.
 PRODUCTS_PER_CYCLE = 565.0
@@ -37,7 +39,6 @@ PACK_THREADS = 256  # threads per block of mma_pack
 ALIGN = 256  # bytes to which a region of the workspace is aligned
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 PACK_ELEMENTS = 4096  # elements of the weight in the shared memory of a block of mma_pack
-PIECES, WORDS, HALVES = range(3)  # kCopy in mma_copies.cuh: copies of 16 bytes, of 4 bytes, or of 2 via registers
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -82,7 +83,16 @@ PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, _why_never, work, plan)
-    return [replace(each, least=least(each.problem, device)) if isinstance(each, Offer) else each for each in found]
+    return [_priced(each, device) if isinstance(each, Offer) else each for each in found]
+
+
+def _priced(answer: Offer, device: Device) -> Offer:
+    """Returns an offer with its lower bound, and with derived rates if its way of copying was never measured."""
+    answer = replace(answer, least=least(answer.problem, device))
+    if copy_of(Side.of(answer.problem)) not in (PAIRS, ODD_PAIRS):
+        return answer
+    kind = f"{answer.problem.which.value}, 16 bit, words of lines"
+    return replace(answer, kind=kind, surcharge=answer.surcharge * calibration.DERIVED_SURCHARGE)
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:
@@ -109,12 +119,21 @@ def plan(problem: Problem, device: Device) -> Plan:
 def plan_of(found: Candidate, problem: Problem) -> Plan:
     packed = end = _packed_bytes(found)
     regions = []
-    for name, size in (("rows", _rows_bytes(problem) if found.rows else 0), ("moments", _moment_bytes(found))):
+    split = found.build.splits > 1
+    sizes = {
+        "rows": _rows_bytes(problem) if found.rows else 0,
+        "moments": _moment_bytes(found),
+        "parts": 4 * found.build.splits * _part(found) if split else 0,
+    }
+    for name, size in sizes.items():
         if size:
             start = -(-end // ALIGN) * ALIGN
             regions.append((name, start))
             end = start + size
     launches = [_pack(found), *([_rows(problem)] if found.rows else []), _main(found)]
+    if split:
+        sums = Sum("parts", "y", found.outputs, _part(found), found.build.splits)
+        launches.append(add_parts([sums], problem.dtype))
     if problem.which is Pass.INPUT_GRAD:
         names = {"x": "dy", "bias": "null", "y": "dx"}
         launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]
@@ -133,6 +152,11 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
         moments=_moments(found),
         preparing=2 if found.rows else 1,
     )
+
+
+def _part(found: Candidate) -> int:
+    """Returns the elements from one part of the sums to the next, a multiple of 4."""
+    return -(-found.outputs // 4) * 4
 
 
 def leaves_moments(problem: Problem) -> bool:
@@ -187,13 +211,17 @@ def _rows(problem: Problem) -> Launch:
 
 
 def copy_of(side: Side) -> int:
-    """Returns how the halo is copied to shared memory: PIECES, WORDS or HALVES."""
+    """Returns the kind of copy of the halo to shared memory: PIECES, WORDS, HALVES, PAIRS or ODD_PAIRS."""
     p = side.problem
     item = 16 // p.item_bytes
     n, c, *rest = side.x
     if c == 1 and p.aligned and not any(v % item for v in (side.reduced, n, *rest)):
         return PIECES
-    return WORDS if p.item_bytes == 4 else HALVES
+    if p.item_bytes == 4:
+        return WORDS
+    if not p.aligned or side.x != contiguous_strides(_read(p)):
+        return HALVES
+    return ODD_PAIRS if side.x_size[2] % 2 else PAIRS
 
 
 def _halo_span(found: Candidate) -> int:
@@ -233,7 +261,9 @@ def chosen(problem: Problem, device: Device) -> Candidate | None:
 def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
     # What follows the sums does not matter to the model: layers that differ in it share a search.
+    held = "all" if problem.channels else ""
     plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    plain = replace(plain, tail_reads=(), channels=held, per_position="")
     settings = (plain, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
@@ -364,6 +394,7 @@ def _layout_constants(found: Candidate) -> Constants:
         ("kReduced", side.reduced),
         ("kOuts", side.outs),
         ("kSteps", build.steps),
+        ("kStepWords", found.work.step_bytes // 4),
         ("kTilesN", build.tiles_n),
         ("kWarpsN", build.warps_n),
     )
@@ -413,7 +444,7 @@ def _store_width(found: Candidate) -> int:
     side, own = found.work.side, found.build.tiles_m * found.store_phases
     if side.gathers[2].output_step != found.store_phases:  # neighbours in shared memory are not neighbours in y
         return 1
-    most = next(n for n in (16 // found.item_bytes, 4, 2, 1) if own % n == 0)
+    most = next(n for n in (16 // found.out_bytes, 4, 2, 1) if own % n == 0)
     n, c, d, h, w = side.y
     for width in (most, most // 2):
         if width > 1 and w == 1 and not any(v % width for v in (n, c, d, h, side.y_size[2])):
@@ -423,7 +454,7 @@ def _store_width(found: Candidate) -> int:
 
 def _store_lanes(found: Candidate) -> int:
     """Returns how many lanes store a line of y: its number of accesses, rounded up to a power of two, at most 32."""
-    each = max(_store_width(found), 4 // found.item_bytes)
+    each = max(_store_width(found), 4 // found.out_bytes)
     accesses = -(-found.box.tile[2] * found.store_phases // each)
     lanes = 1
     while lanes < min(accesses, 32):
@@ -442,6 +473,8 @@ def _main(found: Candidate) -> Launch:
         ("kMomentBand", _moment_band(found)),
         *_layout_constants(found),
         ("kUnrolled", build.unrolled),
+        ("kSplits", build.splits),
+        ("Out", SCALARS["float32" if build.splits > 1 else p.dtype]),
         ("kTilesM", build.tiles_m),
         ("kWarpsM", build.warps_m),
         ("kMostRows", work.most_rows),
@@ -449,7 +482,10 @@ def _main(found: Candidate) -> Launch:
         ("kWeightStages", found.weight_stages),
         ("kResident", build.resident),
         ("kHaloBuffers", found.halo_buffers),
-        ("kCopy", found.copy),
+        ("kCopy", min(found.copy, PAIRS)),
+        ("kOddLines", found.copy == ODD_PAIRS),
+        ("kOddEnd", found.copy == ODD_PAIRS and prod(_read(p)) % 2 == 1),
+        ("kJobPairs", found.job_pairs),
         ("kRounds", found.rounds),
         ("kUnitC", side.x[1] == 1),
         ("kLastOut", side.y[4] != 1),
@@ -475,7 +511,7 @@ def _main(found: Candidate) -> Launch:
             x="rows" if found.rows else "x",
             packed="workspace",
             bias="bias",
-            y="y",
+            y="parts" if build.splits > 1 else "y",
             left="moments" if leaves_moments(p) else "null",
         ),
         scalars=_scalars(found),
@@ -491,6 +527,8 @@ def _scalars(found: Candidate) -> bytes:
         y_strides=side.y,
         x_size=side.x_size,
         y_size=side.y_size,
+        x_elements=last_offset(_read(side.problem), side.x) + 1,
+        part=_part(found),
         batch=side.problem.batch,
         tiles_of_block=found.tiles_of_block,
         tile_n=box.items,
@@ -500,6 +538,7 @@ def _scalars(found: Candidate) -> bytes:
         line=box.line,
         sheet=box.sheet,
         slots=box.slots,
+        list=found.list_bytes,
         store_line=found.store_line,
         store_pitch=found.store_pitch,
         store_lanes=_store_lanes(found),
@@ -510,4 +549,5 @@ def _scalars(found: Candidate) -> bytes:
         tile_h=tile_h,
         blocks_w=tile_w // found.build.tiles_m,
         **per_axis("halo", box.halo),
+        pairs=box.line_pairs,
     )

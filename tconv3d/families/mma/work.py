@@ -59,6 +59,12 @@ class Work:
         return self.side.problem.dtype == "float32" and not self.side.problem.tf32
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of channels per matrix instruction: 32, or 16 if a group has no more."""
+        few = self.side.reduced * self.side.problem.item_bytes <= 16
+        return 16 if few and not self.strict else 32
+
+    @property
     def products(self) -> int:
         """The matrix instructions for one K step of a tile."""
         return 3 if self.strict else 1

@@ -7,14 +7,13 @@ from functools import lru_cache
 
 from ...planning.launch import Constants
 from ...planning.problem import ITEM_BYTES, Device, Plan
-from ...planning.scalars import SCALARS, accumulator, power_of_two_up
+from ...planning.scalars import RESULTS, SCALARS, accumulator, power_of_two_up
 from .arguments import AXIS_PASS
 
 THREADS = 256  # per block, if what a block holds in shared memory leaves room for several blocks
 LEAST_THREADS = 32
 BLOCK_BYTES = 72 << 10  # shared memory of a block of which three fit a multiprocessor of an H200
 LANES = 32  # threads that share a row, at most
-RESULTS = {**SCALARS, "int64": "long long"}
 
 
 @dataclass(frozen=True)

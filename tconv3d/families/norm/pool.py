@@ -10,9 +10,8 @@ from ...planning.arguments import Arguments
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.problem import Device, Plan
-from ...planning.scalars import INT32_MAX, SCALARS, accumulator
+from ...planning.scalars import INT32_MAX, RESULTS, SCALARS, accumulator
 from .arguments import POOL_GRAD, POOL_PASS
-from .axis import RESULTS
 from .planner import Activation
 
 THREADS = 256

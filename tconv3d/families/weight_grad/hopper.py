@@ -13,14 +13,15 @@ launch. A slot is the source and destination of one copy of dy. An item is one c
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
-from ...planning import offers, tensor_cores
+from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.offers import Answer, Offer, Wanted
+from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
 from .arguments import HOPPER_WEIGHT_GRAD, REDUCE_TAPS
 from .hopper_model import JOB_CHANNELS, WORDS, costs_of, elements_of, splits_of, step_work, steps_of
@@ -30,6 +31,7 @@ from .hopper_taps import Rows, Words
 from .hopper_tiling import Buffers, Layer, Tiling
 from .segments import SEGMENT, vector_of, wide
 
+ROWS_OF_CHANNELS = "weight_grad, float32, rows of channels"  # kind of rates
 COPYING_IS_WORTH = 1.4  # longest predicted time of word-by-word copies, relative to the products
 
 
@@ -70,15 +72,33 @@ def bias_slots(g: Geometry, tiling: Tiling) -> int:
 def layer_of(p: Problem) -> Layer:
     x, y = vector_of(p, p.input, p.input_size[2]), vector_of(p, p.output, p.output_size[2])
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
-    unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
     y = y if p.output[4] == 1 else 0
-    layer = Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
+    layer = Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, *_pieces(p))
     (_, height, width), half = p.input_size, SEGMENT * layer.per_word // 2
     if width != half or height % 2 or p.input[3:] != (half, 1) or wide(p, MAX_SEGMENTS):
         return layer
     twice = replace(layer, vectors_x=vector_of(p, as_walked(p, 2)[1], 2 * width) == SEGMENT, at_once=2)
     in_lines = all(piece.lines for pieces in pieces_of(twice) for piece in pieces)
     return twice if in_lines and twice.vectors_x else layer
+
+
+def _unit_c(p: Problem) -> tuple[bool, bool]:
+    """Returns whether x and dy have contiguous channels."""
+    x, y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
+    return x, y
+
+
+def _pieces(p: Problem) -> tuple[int, int]:
+    """Returns how many words one copy has of the channels of a position of x and dy, or 0 as `Layer` says."""
+    g = p.geometry
+
+    def words(strides: Strides, channels: int) -> int:
+        multiples = (*strides[:1], *strides[2:], channels)
+        return next(n for n in (4, 2, 1) if n == 1 or (p.aligned and not any(v % n for v in multiples)))
+
+    found = zip(_unit_c(p), (p.input, p.output), (g.in_per_group, g.out_per_group), strict=True)
+    x, y = (words(strides, channels) if unit_c else 0 for unit_c, strides, channels in found)
+    return x, y
 
 
 def as_walked(p: Problem, at_once: int) -> tuple[Triple, tuple[int, ...]]:
@@ -95,6 +115,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "no set of taps reads every output once, as a bias's gradient needs it"
     if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
         return refusal
+    if p.item_bytes == 2 and any(_unit_c(p)):
+        return "a word of 16-bit elements has two channels"
     if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
         return "the volume is too long"
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
@@ -139,7 +161,16 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     ask = "hopper_weight_grad", wanted, device, why_not, work, plan
-    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    return [_with_kind(answer) for answer in (*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask))]
+
+
+def _with_kind(answer: Answer) -> Answer:
+    """Gives rows of channels a kind of rates of their own, and the price of a kernel that nobody has measured."""
+    if not isinstance(answer, Offer) or not any(_unit_c(answer.problem)):
+        return answer
+    known = calibration.has_rates(answer.kernel, ROWS_OF_CHANNELS, answer.device)
+    factor = 1.0 if known else calibration.DERIVED_SURCHARGE
+    return replace(answer, kind=ROWS_OF_CHANNELS, surcharge=answer.surcharge * factor)
 
 
 def work(problem: Problem, device: Device) -> Work:
@@ -267,7 +298,8 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
     g, contents, tiling, box = p.geometry, made.contents, made.tiling, made.box
     size, strides = as_walked(p, layer.at_once)
     steps = steps_of(p.batch, size, layer, box)
-    jobs = box.d * tiling.planes[0] // contents.table_planes * -(-tiling.lines // _job_lines(layer, tiling))
+    jobs = box.d * tiling.planes[0] // contents.table_planes * -(-tiling.lines // _job_lines(tiling))
+    jobs = contents.lines if layer.piece_y else jobs
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -303,11 +335,11 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
     )
 
 
-def _job_lines(layer: Layer, tiling: Tiling) -> int:
+def _job_lines(tiling: Tiling) -> int:
     """Returns how many channels of dy, or pairs of channels, a producer warp copies at a time: a divisor of
-    `tiling.lines`, unless channels are contiguous."""
-    if layer.unit_c_y:
-        return JOB_CHANNELS
+    `tiling.lines`."""
+    if tiling.pieces[0].last:
+        return 1
     sizes = [size for size in range(1, 2 * JOB_CHANNELS + 1) if tiling.lines % size == 0]
     few = max(size for size in sizes if size <= JOB_CHANNELS)
     return few if 2 * few >= JOB_CHANNELS else sizes[-1]
@@ -345,8 +377,8 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kLines", piece.lines),
         ("kVectorY", piece.vector),
         ("kLinesAtOnce", piece.at_once),
-        ("kUnitCX", layer.unit_c_x),
-        ("kUnitCY", layer.unit_c_y),
+        ("kPieceX", layer.piece_x),
+        ("kPieceY", gcd(layer.piece_y, tiling.out_tile) if layer.piece_y else 0),
         ("kConsumers", tiling.share.consumers),
         ("kProducers", tiling.share.producers),
         ("kTurners", layer.turners(tiling.share)),
@@ -360,7 +392,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kColumns", tiling.columns),
         ("kOutTile", tiling.out_tile),
         ("kRowTiles", tiling.row_tiles),
-        ("kJobLines", _job_lines(layer, tiling)),
+        ("kJobLines", _job_lines(tiling)),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
         ("kPlanesW", tiling.planes[2]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from ...planning.geometry import Geometry, Triple
@@ -50,6 +50,12 @@ def costs_of(layer: Layer, piece: Words) -> Costs:
     return WORDS if layer.slow or (layer.elements_y and not piece.lines) else VECTORS
 
 
+# Cycles of a producer warp for rows of channels: per copy of x, per line of dy, per copy of dy (of tiles of a
+# multiple of 4 channels, whose segments are further apart, and of others), and per job of x that is transposed. They
+# are derived from the compiled loops, which have 19, 90, 13, 8 and 35 instructions for these, at 4 cycles per
+# instruction, to which the fitted costs of the other copies amount too.
+ROW_COPY_X, ROW_LINE_Y, ROW_COPY_Y, ROW_TURNING = 76.0, 360.0, (52.0, 33.0), 140.0
+ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
 # A block that writes its sums straight to the result takes RESULT_ELEMENT cycles per element and RESULT_RUN cycles
@@ -91,15 +97,21 @@ def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0)
     planes = box.d * tiling.planes[0]
     words_x, words_y = k_rows * 32 * tiling.columns, planes * contents.slots * piece.vector * tiling.out_tile
     turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
+    turn = ROW_TURNING if layer.piece_x else costs.turning
     stride = 1 if isinstance(piece, Lines) else piece.stride
     phases = len(piece.offsets)  # phases that taps read; unused phases lie between them in memory
-    sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # a line may begin anywhere in a sector
-    sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (contents.line_words * stride))
+    # A line, or a tile of a row of channels, may begin anywhere in a sector.
+    length_x = tiling.columns if layer.piece_x else box.w * SEGMENT
+    sectors = words_x * (1 + (0 if layer.piece_x and length_x % SECTOR_WORDS == 0 else SECTOR_WORDS / length_x))
+    if piece.last:
+        sectors += words_y * (1 + (SECTOR_WORDS / tiling.out_tile if tiling.out_tile % SECTOR_WORDS else 0))
+    else:
+        sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (contents.line_words * stride))
     return StepWork(
         products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, conflicts or made.conflicts)
         + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
         copying=_copy_cycles(layer, contents, piece, planes) / (4 * share.producers - turners) + costs.copying,
-        turning=costs.turning * k_rows * tiling.columns / JOB_CHANNELS / turners if turned else 0.0,
+        turning=turn * k_rows * tiling.columns / JOB_CHANNELS / turners if turned else 0.0,
         memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < contents.ahead + 3 else 1.0),
         overlap=costs.overlap,
         overhead=costs.step,
@@ -112,8 +124,25 @@ def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> flo
     jobs_x = k_rows * made.tiling.columns / JOB_CHANNELS
     blocks_y = planes // together * -(-made.slots * together // (32 if piece.lines else 16))
     x = costs.x_row * k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
-    elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
+    if layer.piece_x:
+        rows, copies = row_copies(made.tiling.columns // layer.piece_x)
+        x = ROW_COPY_X * 32 * k_rows / rows * copies
+    if piece.last:
+        rows, copies = row_copies(made.tiling.out_tile // gcd(layer.piece_y, made.tiling.out_tile))
+        phases = made.tiling.planes[2] if rows % made.tiling.planes[2] == 0 else 1
+        jobs = planes * made.slots // made.line_words // phases
+        each = ROW_COPY_Y[made.tiling.out_tile % 4 > 0]
+        return x + jobs * (ROW_LINE_Y + each * -(-made.line_words // (rows // phases)) * copies)
+    elements = 4 / 3 if layer.elements_y and not piece.lines else 1.0
     return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
+
+
+def row_copies(pieces: int) -> tuple[int, int]:
+    """Returns the rows of channels that a warp copies at a time, and its copies for each (`RowLanes` in
+    hopper_weight_grad_producers.cuh)."""
+    fitting = (lanes for lanes in (pieces, 32, 16, 8) if lanes < pieces or lanes == pieces <= 32)
+    ways = [(32 // lanes, -(-pieces // lanes)) for lanes in fitting]
+    return min(reversed(ways), key=lambda way: way[1] / way[0])
 
 
 def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
@@ -132,6 +161,59 @@ def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) 
         work = step_work(layer, made, piece, conflicts)
         cycles += count * (d * work.cycles + made.contents.ahead * work.coming)
     return h * w * cycles
+
+
+class LeastCost:
+    """Lower bounds of `box_cost` for the boxes of a tiling: no bank conflicts, and room for all groups of sheets."""
+
+    def __init__(self, layer: Layer, tiling: Tiling) -> None:
+        self.layer, self.tiling = layer, tiling
+        self.turners = layer.turners(tiling.share)
+        self.line_words: dict[int, int] = {}
+        rows = 2 * tiling.share.consumers * tiling.row_tiles
+        costs = [costs_of(layer, piece) for piece, _ in tiling.unlike_pieces]
+        self.pieces = [
+            (piece, count, cost, rows * item_cycles(cost, piece, tiling.columns, tiling.depth))
+            for (piece, count), cost in zip(tiling.unlike_pieces, costs, strict=True)
+        ]
+
+    def of(self, box: Box, size: Triple) -> float:
+        layer, tiling, k_rows = self.layer, self.tiling, box.k_rows
+        first, columns = tiling.pieces[0], tiling.columns
+        if box.w not in self.line_words:
+            self.line_words[box.w] = max([piece.line_words(box.w) for piece in tiling.pieces])
+        line_words, planes = self.line_words[box.w], box.d * tiling.planes[0]
+        lines = box.h * first.at_once + tiling.reach[1]
+        slots = tiling.planes[1] * lines * tiling.planes[2] * line_words // first.vector
+        together = planes if first.at_once > 1 else 1
+        words_x, copiers = k_rows * 32 * columns, 4 * tiling.share.producers - self.turners
+        ahead, cycles = -(-tiling.reach[0] // box.d), 0.0
+        d, h, w = box.count(size, layer.per_word)
+        for piece, count, costs, item in self.pieces:
+            words_y = planes * slots * piece.vector * tiling.out_tile
+            turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
+            stride = 1 if isinstance(piece, Lines) else piece.stride
+            elements = 4 / 3 if layer.elements_y and not piece.lines else 1.0
+            blocks_y = planes // together * -(-slots * together // (32 if piece.lines else 16))
+            x = k_rows * (
+                costs.x_row + columns / JOB_CHANNELS * (costs.x_vectors if layer.vectors_x else costs.x_words)
+            )
+            copying = (x + elements * blocks_y * (costs.y_block + costs.y_line * tiling.lines)) / copiers
+            sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))
+            sectors += words_y * stride / len(piece.offsets) * (1 + SECTOR_WORDS / (line_words * stride))
+            turning = costs.turning
+            if layer.piece_x or piece.last:  # of rows of channels only the words are counted
+                copying, sectors, turning = 0.0, words_x + words_y, min(turning, ROW_TURNING)
+            parts = (
+                k_rows * item + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
+                copying + costs.copying,
+                turning * k_rows * columns / JOB_CHANNELS / self.turners if turned else 0.0,
+                4 * sectors / costs.l2_bytes,
+            )
+            longest = max(parts)
+            step = longest + costs.overlap * (sum(parts) - longest) + costs.step
+            cycles += count * (d * step + ahead * max(parts[1], parts[3]))
+        return ROUNDING * h * w * cycles
 
 
 def steps_of(batch: int, size: Triple, layer: Layer, box: Box) -> int:

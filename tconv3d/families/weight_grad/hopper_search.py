@@ -18,7 +18,7 @@ from typing import Any
 from ...planning.geometry import Geometry, Triple
 from ...planning.problem import Device, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
-from .hopper_model import box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
+from .hopper_model import LeastCost, box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
 from .hopper_taps import Words, row_choices
 from .hopper_tiling import SHARES, Box, Buffers, Contents, Layer, Share, Tiling, buffers
 from .segments import SEGMENT
@@ -27,6 +27,9 @@ MAX_SEGMENTS = 128  # most segments of a box
 MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and operands, with 1 and 2 sets of operands
+# More registers where both tensors have rows of channels, and where one of them has: with fewer, products are
+# serialized, or producers spill.
+ROWS_REGISTERS = (6, 12)
 MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
 # The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
@@ -55,16 +58,20 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
 
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
-    # A box without padding and without bank conflicts gives a lower bound of the cost of the box.
-    bare = [made for box in boxes(size, layer.per_word) for made in Contents.of(tiling, box).padded(room)]
-    least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare}
-    best, cost = None, inf
-    for box in sorted(least, key=lambda box: least[box]):
-        if least[box] > cost:
+    """Returns the box with the least predicted cycles, and its buffers; None if no box fits."""
+    bound, best = LeastCost(layer, tiling), None
+    key = (inf, inf, 0)
+    found = ((bound.of(box, size), number, box) for number, box in enumerate(boxes(size, layer.per_word)))
+    for least, number, box in sorted(found, key=itemgetter(0, 1)):
+        if least > key[0]:
             break
         made = buffers(tiling, box, room)
-        if made is not None and box_cost(layer, made, size) < cost:
-            best, cost = made, box_cost(layer, made, size)
+        if made is not None and (cost := box_cost(layer, made, size)) <= key[0]:
+            # Among boxes of equal cost, the one that would be faster without bank conflicts is taken.
+            bare = next(Contents.of(tiling, box).padded(room))
+            each = (cost, box_cost(layer, bare, size, conflicts=1.0), number)
+            if each < key:
+                best, key = made, each
     return best
 
 
@@ -81,9 +88,13 @@ def tilings(layer: Layer, device: Device, count: int = 1) -> tuple[Tiling, ...]:
     costs: list[tuple[float, Tiling]] = []
     for _, _, arguments in nsmallest(max(24, 2 * count), candidates(layer)):
         tiling = Tiling(*arguments)
-        made = [found for box in NOMINAL_BOXES if (found := buffers(tiling, box, device.shared_bytes))]
-        if made:
-            each = min(box_cost(layer, m, NOMINAL) for m in made)
+        bound, each = LeastCost(layer, tiling), inf
+        for least, box in sorted([(bound.of(box, NOMINAL), box) for box in NOMINAL_BOXES], key=itemgetter(0)):
+            if least > each:
+                break
+            if made := buffers(tiling, box, device.shared_bytes):
+                each = min(each, box_cost(layer, made, NOMINAL))
+        if each < inf:
             costs.append((each * tiling.kinds(layer.geometry), tiling))
     return tuple(tiling for _, tiling in sorted(costs, key=itemgetter(0))[:count])
 
@@ -115,10 +126,13 @@ def candidates(layer: Layer) -> Iterator[tuple[float, int, tuple[Any, ...]]]:
     """Yields the arguments of tilings that fit the registers, after a rough cost per position, without halos, and a
     unique number that breaks ties."""
     g, number = layer.geometry, 0
+    more = 0 if not (layer.piece_x or layer.piece_y) else ROWS_REGISTERS[not (layer.piece_x and layer.piece_y)]
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(pieces_of(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
         taps = max(len(piece.taps) for piece in pieces)
-        fragments = tuple(max(p.registers(depth) for p in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2))
+        fragments = tuple(
+            max(p.registers(depth) for p in pieces) + OTHER_REGISTERS[depth - 1] + more for depth in (1, 2)
+        )
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
         kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))
@@ -165,7 +179,7 @@ def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling 
     """Returns the tiling for a volume, or None. It is one of the layer's repertoire, so that a new volume seldom
     compiles a new kernel."""
     return _repertoire.choose(
-        (layer.geometry, layer.dtype, layer.unit_c_x, layer.unit_c_y, device),
+        (layer.geometry, layer.dtype, layer.piece_x, layer.piece_y, device),
         (layer, batch, size),
         lambda: own_tiling(layer, device, batch, size),
         lambda: _typical_tilings(layer, device, batch * prod(size)),
@@ -173,7 +187,7 @@ def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling 
     )
 
 
-_repertoire = Repertoire[tuple[Geometry, str, bool, bool, Device], tuple[Layer, int, Triple], Tiling]()
+_repertoire = Repertoire[tuple[Geometry, str, int, int, Device], tuple[Layer, int, Triple], Tiling]()
 
 
 def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[Tiling]:

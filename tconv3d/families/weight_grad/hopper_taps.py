@@ -66,6 +66,7 @@ class Planes:
     rows: Rows
     per_word: int
     stride: int  # stride along w: outputs of other phases between the elements of a plane are not copied
+    last: bool = False  # whether the channels of a position lie side by side, as rows of channels
     lines = False
     vector = 1  # words per copy
     at_once = 1  # lines of positions per segment
@@ -152,6 +153,7 @@ class Lines:
     vector: int  # words per copy
     at_once: int = 1  # lines of positions per segment
     lines = True
+    last = False
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

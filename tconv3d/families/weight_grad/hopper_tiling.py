@@ -52,18 +52,21 @@ class Layer:
     vectors_x: bool  # whether x is copied in 16-byte segments
     elements_y: bool  # whether 16-bit elements of dy are copied one by one
     vector_y: int  # most words of dy per copy; 0 if lines of dy are not whole words
-    unit_c_x: bool  # whether channels of x are contiguous
-    unit_c_y: bool  # whether channels of dy are contiguous
+    piece_x: int  # words of a copy of rows of channels of x; 0 if x does not have TF32 channels side by side
+    piece_y: int  # words of a copy of rows of channels of dy, at most; 0 as for x
     at_once: int = 1  # lines of x that are treated as one
 
     @property
     def slow(self) -> bool:
         """Whether words are copied one by one, each from an address of its own."""
-        return self.elements_x or self.unit_c_x or self.unit_c_y
+        return self.elements_x
 
     def turners(self, share: Share) -> int:
         """Returns how many producer warps reorder x in shared memory; the other producer warps copy."""
-        return 1 if self.slow else 3 * share.producers // 2
+        if self.slow:
+            return 1
+        words = self.geometry.stride[2] > 1 and self.vector_y == 1  # lines of dy take the most copies
+        return share.producers if self.piece_x or words else 3 * share.producers // 2
 
     @property
     def per_word(self) -> int:
@@ -79,7 +82,7 @@ class Layer:
         # Lines of dy are copied as they lie in memory if the taps read all phases.
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
             return self.lines(taps)
-        return Planes(Rows.of(axis, taps, self.plane_start), self.per_word, axis.stride)
+        return Planes(Rows.of(axis, taps, self.plane_start), self.per_word, axis.stride, self.piece_y > 0)
 
     @property
     def plane_start(self) -> int:
@@ -88,7 +91,7 @@ class Layer:
 
     def takes(self, piece: Words) -> bool:
         """Tells whether x and dy can be copied the way that a tiling's taps along w read them."""
-        if piece.at_once != self.at_once:
+        if piece.at_once != self.at_once or piece.last != (self.piece_y > 0):
             return False
         if piece.lines:
             return piece.vector <= self.vector_y
@@ -142,12 +145,17 @@ class Tiling:
     @property
     def sides(self) -> int:
         """Channels interleaved in a line of dy in shared memory."""
-        return 1 if self.pieces[0].lines else 2
+        return 1 if self.pieces[0].lines or self.pieces[0].last else 2
 
     @property
     def lines(self) -> int:
         """Lines of dy in shared memory per line of a sheet: channels, or pairs of channels."""
         return self.out_tile // self.sides
+
+    @property
+    def row_segment(self) -> int:
+        """Words of shared memory from one segment of rows of channels to the next: never a multiple of 16."""
+        return SEGMENT * self.out_tile + (8 if self.out_tile % 4 == 0 else 0)
 
     def kinds(self, g: Geometry) -> int:
         """Returns the number of kinds of blocks, which together own all channels and all taps along d and h."""
@@ -202,7 +210,8 @@ class Contents(NamedTuple):
         line_words = max([piece.line_words(box.w) for piece in pieces])
         slots = h * lines * w * line_words // pieces[0].vector
         table_planes = box.d * d if pieces[0].at_once > 1 else 1
-        tables = 16 * slots * table_planes + 16 * k_rows * ROW_SEGMENTS
+        in_table = 0 if pieces[0].last else slots * table_planes
+        tables = 16 * in_table + 16 * k_rows * ROW_SEGMENTS
         beside = tiling.stages * k_rows * tiling.columns * 128 + tables + 8 * 3 * tiling.stages
         return cls(tiling, box, lines, line_words, -(-reach_d // box.d), slots, table_planes, beside)
 
@@ -210,21 +219,29 @@ class Contents(NamedTuple):
     def segment_words(self) -> int:
         """Words of dy in shared memory from one segment to the next."""
         piece = self.tiling.pieces[0]
+        if piece.last:
+            return self.tiling.row_segment
         return SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
 
-    def group_bytes(self, pair_pitch: int) -> int:
+    def group_bytes(self, sheet_words: int) -> int:
         """Returns the bytes of a group of sheets and its two barriers."""
-        return 4 * self.box.d * self.tiling.lines * pair_pitch + 8 * 2
+        return 4 * self.box.d * sheet_words + 8 * 2
 
-    def groups(self, pair_pitch: int, room: int) -> int:
+    def groups(self, sheet_words: int, room: int) -> int:
         """Returns how many groups of sheets fit, at most `ahead` + 3, or 0 if fewer than `ahead` + 2 fit: a step
         reads `ahead` + 1 groups while at least one is in flight."""
-        fitting = (room - self.beside) // self.group_bytes(pair_pitch)
+        fitting = (room - self.beside) // self.group_bytes(sheet_words)
         return min(fitting, self.ahead + 3, MAX_GROUPS) if fitting >= self.ahead + 2 <= MAX_GROUPS else 0
 
     def padded(self, room: int, pads: Iterable[int] = (0,), skews: Iterable[int] = (0,)) -> Iterator[Buffers]:
-        """Yields the buffers that fit, for lines padded by `pads` words and pairs padded by `skews` words."""
+        """Yields the buffers that fit, for lines padded by `pads` words and pairs padded by `skews` words.
+
+        Both are in ascending order: where some padding does not fit, more does not either.
+        """
         sides, planes = self.tiling.sides, self.tiling.planes
+        if self.tiling.pieces[0].last:
+            yield from self._rows(room)
+            return
         multiple = 4 // sides
         for pad in pads:
             line_pitch = -(-self.line_words // multiple) * multiple + pad
@@ -233,9 +250,24 @@ class Contents(NamedTuple):
             plane_pitch = self.lines * line_pitch
             plane_pitch += (8 - plane_pitch) % 16 if planes[2] > 1 else 0
             pair_pitch = -(-sides * prod(planes) * plane_pitch // 4) * 4
+            if not self.groups(self.tiling.lines * pair_pitch, room):
+                return
             for skew in skews:
-                if groups := self.groups(pair_pitch + skew, room):
-                    yield Buffers(self, line_pitch, plane_pitch, pair_pitch + skew, groups)
+                groups = self.groups(self.tiling.lines * (pair_pitch + skew), room)
+                if not groups:
+                    break
+                yield Buffers(self, line_pitch, plane_pitch, pair_pitch + skew, groups)
+
+    def _rows(self, room: int) -> Iterator[Buffers]:
+        """Yields the buffers of rows of channels, if they fit: the segments of a line follow, bank by bank, those of
+        the line before."""
+        segment, last = self.tiling.row_segment, self.line_words - 1
+        words = last // SEGMENT * segment + (last % SEGMENT + 1) * self.tiling.out_tile
+        line_pitch = -(-words // 4) * 4
+        line_pitch += (self.box.w * segment - line_pitch) % BANKS if self.box.w % 4 else 0
+        plane_pitch = self.lines * line_pitch
+        if groups := self.groups(prod(self.tiling.planes) * plane_pitch, room):
+            yield Buffers(self, line_pitch, plane_pitch, 2, groups)
 
 
 class Buffers(NamedTuple):
@@ -244,8 +276,13 @@ class Buffers(NamedTuple):
     contents: Contents
     line_pitch: int
     plane_pitch: int
-    pair_pitch: int
+    pair_pitch: int  # 2 in rows of channels
     groups: int
+
+    @property
+    def sheet_words(self) -> int:
+        rows = prod(self.tiling.planes) * self.plane_pitch
+        return rows if self.tiling.pieces[0].last else self.tiling.lines * self.pair_pitch
 
     @property
     def tiling(self) -> Tiling:
@@ -257,12 +294,14 @@ class Buffers(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.contents.beside + self.groups * self.contents.group_bytes(self.pair_pitch)
+        return self.contents.beside + self.groups * self.contents.group_bytes(self.sheet_words)
 
     @property
     def conflicts(self) -> float:
         """Average number of a quarter-warp's loads of dy (two pairs, four segments) that share a bank; 1 is ideal."""
         tiling = self.tiling
+        if tiling.pieces[0].last:  # where four pairs belong to two rows of taps, their words may share banks
+            return 1 + {0: 0, 2: 2}.get(tiling.out_tile // 2 % 4, 3) / (tiling.out_tile // 2)
         line = tiling.sides * tiling.pieces[0].at_once * self.line_pitch
         pitches = (tiling.lines * self.pair_pitch, line, self.contents.segment_words, self.pair_pitch)
         return _conflicts(self.box, *(pitch % BANKS for pitch in pitches))

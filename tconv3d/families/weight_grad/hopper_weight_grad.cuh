@@ -28,9 +28,12 @@
 // stored in one plane per phase, so that adjacent positions are adjacent for every tap. For other strides
 // (kLines) the lines of dy are copied unchanged, in vectors, and consumers separate the phases: a lane loads,
 // for each of its two channels, the vectors that the taps of its positions read, and assembles operands from
-// them. Lines of x with half a segment are taken two at a time (kLinesAtOnce): they are contiguous in memory,
-// so x is read as if its lines were twice as long, and only in dy does each half of a segment have its own
-// line. Planes of dy have few vectors then, so a warp copies those of several planes at a time.
+// them. TF32 tensors whose channels are contiguous are copied as rows of channels (kPieceX, kPieceY), of
+// which kRowsY has the same planes: a lane loads a word of its two channels, neighbours, at a time, and x is
+// transposed in place when it has arrived. Lines of x with half a segment are taken two at a time
+// (kLinesAtOnce): they are contiguous in memory, so x is read as if its lines were twice as long, and only in
+// dy does each half of a segment have its own line. Planes of dy have few vectors then, so a warp copies
+// those of several planes at a time.
 //
 // Partial sums are stored side by side and added by reduce_taps.cuh in a fixed order; one may be the result.
 //
@@ -58,7 +61,8 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
   using Results::args, Results::empty, Results::full, Results::kind, Results::lane, Results::lay_down;
   using Results::kBlocksIn, Results::kChunkBytes, Results::kNoPlace, Results::kOperand, Results::kPairs;
   using Results::kRowBytes, Results::kRows, Results::kSides, Results::kStepBytes, Results::kSums;
-  using Results::part, Results::ring, Results::row_segments, Results::run_at, Results::segments;
+  using Results::kRowsY, Results::part, Results::ring, Results::row_place, Results::row_segments;
+  using Results::run_at, Results::segments;
   using Results::sheet_words, Results::stage_bytes, Results::stage_empty, Results::stage_full;
   using Results::stages, Results::store, Results::store_bias, Results::store_result, Results::warp;
   using typename Results::Consumer, typename Results::Run, typename Results::Segment;
@@ -103,6 +107,11 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
         const unsigned* const line = words + C::kLoadPlane(kI) * args.line_pitch + C::kLoadWord(kI);
         to.words[0][kI] = load_vector<4>(line);
         to.words[1][kI] = load_vector<4>(line + kPairs * args.pair_pitch);
+      } else if constexpr (kRowsY) {
+        const unsigned* const line = words + C::kLoadPlane(kI) * args.plane_pitch;
+        const auto first = load_vector<2>(line + row_place(C::kLoadWord(kI)));
+        const auto second = load_vector<2>(line + row_place(C::kLoadWord(kI) + 1));
+        to.words[0][kI] = {first.at[0], first.at[1], second.at[0], second.at[1]};
       } else {
         to.words[0][kI] =
             load_vector<4>(words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));

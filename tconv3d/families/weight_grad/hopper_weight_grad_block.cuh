@@ -23,23 +23,29 @@ struct HopperWeightBlock {
   static constexpr int kRowBytes = 128;
   static constexpr int kChunkBytes = 64;
   static constexpr int kStepBytes = 32;
-  static constexpr int kPairs = C::kOutTile / 2;  // pair p is channels p and p + kPairs
+  static constexpr int kPairs = C::kOutTile / 2;
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
   static constexpr int kTurners = C::kTurners, kCopiers = kProducerWarps - kTurners;
   static constexpr int kJobChannels = 8;
-  static constexpr int kJobsX = C::kColumns / kJobChannels;         // jobs per row of K
-  static constexpr int kSlotBlock = C::kLines ? 32 : 16;            // slots that a warp copies at a time
+  static constexpr int kJobsX = C::kColumns / kJobChannels;  // jobs per row of K
+  static constexpr int kSlotBlock = C::kLines ? 32 : 16;     // slots that a warp copies at a time
+  static constexpr bool kRowsX = C::kPieceX > 0, kRowsY = C::kPieceY > 0;  // tensors of rows of channels
   static constexpr int kLinesY = C::kLines ? C::kOutTile : kPairs;  // lines per slot: channels, or pairs
   static constexpr int kJobsY = (kLinesY + C::kJobLines - 1) / C::kJobLines;
   static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
-  static constexpr int kLoadWords = C::kLines ? 4 : 2;  // words of one channel per load
-  static constexpr int kSides = C::kLines ? 1 : 2;      // channels side by side in a line of dy
-  static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // words of dy
+  static constexpr int kLoadWords = C::kLines ? 4 : 2;        // words of one channel per load
+  static constexpr int kSides = C::kLines || kRowsY ? 1 : 2;  // channels side by side in a line of dy
+  // Rows of channels: with these words behind every segment, the segments of a quad's lanes, 8 or 24 of the
+  // 32 banks apart, never share a bank.
+  static constexpr int kSkew = C::kOutTile % 4 == 0 ? 8 : 0;
+  static constexpr int kSegmentWords = kRowsY      ? kSegment * C::kOutTile + kSkew
+                                       : C::kLines ? kSegment * C::kStrideW
+                                                   : kSegment;  // words of dy
   static constexpr int kStepH = C::kLinesAtOnce * C::kStrideH;  // outputs along h from line to line of x
   static constexpr bool kPlanesTogether = C::kLinesAtOnce > 1;  // the table of slots covers a group's planes
   static constexpr int kNowhere = 1 << 24;                      // a coordinate outside of every volume
@@ -50,9 +56,10 @@ struct HopperWeightBlock {
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 3, "one is read, one arrives, one is on its way");
   static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
-  static_assert(C::kUnitCY ? C::kJobLines == kJobChannels : kLinesY % C::kJobLines == 0);
-  static_assert(!C::kVectorsX || !(C::kElementsX || C::kUnitCX));
-  static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
+  static_assert(kLinesY % C::kJobLines == 0);
+  static_assert(!C::kVectorsX || !(C::kElementsX || kRowsX));
+  static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !kRowsY : C::kVectorY == 1);
+  static_assert(!(kRowsX || kRowsY) || kPerWord == 1, "a word has one channel");
   static_assert(C::kLinesAtOnce == 1 || (C::kLinesAtOnce == 2 && C::kLines && !C::kWide));
 
   // The group, channels and taps of a block; blocks of all kinds loop over the same positions.
@@ -104,7 +111,8 @@ struct HopperWeightBlock {
     stages = dynamic_shared<unsigned char>();
     stage_bytes = row_segments() * C::kColumns * kRowBytes;
     ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
-    sheet_words = C::kOutTile / kSides * args.pair_pitch;
+    sheet_words = kRowsY ? C::kPlanesD * C::kPlanesH * C::kPlanesW * args.plane_pitch
+                         : C::kOutTile / kSides * args.pair_pitch;
     slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
     segments = reinterpret_cast<Segment*>(slots + slot_count());
     barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
@@ -130,7 +138,8 @@ struct HopperWeightBlock {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
   __device__ __forceinline__ int plane_slots() const { return C::kPlanesH * args.lines * line_slots(); }
-  __device__ __forceinline__ int slot_count() const {
+  __device__ __forceinline__ int slot_count() const {  // rows of channels need no table
+    if constexpr (kRowsY) return 0;
     return (kPlanesTogether ? args.box.d * C::kPlanesD : 1) * plane_slots();
   }
   __device__ __forceinline__ int line_slots() const { return C::kPlanesW * args.line_words / C::kVectorY; }
@@ -190,6 +199,15 @@ struct HopperWeightBlock {
       ptx::fence_barrier_init();
     }
     __syncthreads();
+  }
+
+  // Offset of a position of dy in its line of rows of channels, in words.
+  static __device__ constexpr int row_place(int position) {
+    return position * C::kOutTile + static_cast<int>(static_cast<unsigned>(position) / kSegment) * kSkew;
+  }
+  // Channel of either half of a pair, in the block's tile.
+  static __device__ constexpr int channel_of(int pair, int half) {
+    return kRowsY ? 2 * pair + half : pair + half * kPairs;
   }
 
   // Offset of a plane of dy in its group, in words.

@@ -12,16 +12,17 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
   using Block::args, Block::empty, Block::full, Block::in_group, Block::inside, Block::kind, Block::lane;
   using Block::kCopiers, Block::kJobChannels, Block::kJobsX, Block::kJobsY, Block::kPairs;
   using Block::kPerWord, Block::kPlanesTogether, Block::kRounded, Block::kRowSegments, Block::kRowWords;
-  using Block::kSegment, Block::kSlotBlock, Block::kStepH, Block::kTurners;
-  using Block::part, Block::ring, Block::rounded, Block::row_segments, Block::run_at, Block::segments;
+  using Block::kRowsX, Block::kRowsY, Block::kSegment, Block::kSlotBlock, Block::kStepH, Block::kTurners;
+  using Block::part, Block::ring, Block::rounded, Block::row_place, Block::row_segments, Block::run_at;
+  using Block::segments;
   using Block::sheet_words, Block::slot_count, Block::slots, Block::stage_bytes, Block::stage_copied;
   using Block::stage_empty, Block::stage_full, Block::stages, Block::warp;
   using typename Block::Index, typename Block::Run, typename Block::Scalar, typename Block::Segment;
   using typename Block::Slot;
 
   // A job is 32 words of eight channels of x, or some words of several channels of dy: several words for each
-  // lane. Lanes have adjacent words where w is contiguous, and adjacent channels where channels are. A warp's
-  // jobs are consecutive, so that what it computes for a row serves several jobs.
+  // lane, of which neighbours have adjacent words. A warp's jobs are consecutive, so that what it computes
+  // for a row serves several jobs.
 
   // Offset of a word in its channel, and whether its elements (first, second) are inside the tensor.
   struct Source {
@@ -62,25 +63,22 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
     return reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
            (job * kJobChannels + row) * kRowWords + ((segment / 4 * 4 + word) ^ row) * 4 + segment % 4;
   }
-  // Copies eight words of x, with cp.async if words are whole in memory.
-  template <class FindWord, class FindSource, class FindChannel>
-  __device__ __forceinline__ void copy_words_x(FindWord&& word, FindSource&& source,
-                                               FindChannel&& channel) const {
+  // Copies a word of the eight channels of a job, with cp.async if words are whole in memory.
+  __device__ __forceinline__ void copy_words_x(int stage, int job, const Source& source) const {
+    const int channel = job % kJobsX * kJobChannels;
+    const auto place = [&](int k) { return place_x(stage, job, k, lane / kSegment, lane % kSegment); };
+    [[maybe_unused]] unsigned words[kJobChannels];
+#pragma unroll
+    for (int k = 0; k < kJobChannels; ++k) {
+      if constexpr (C::kElementsX) {
+        words[k] = load_elements(x_of(source, channel + k), source, static_cast<Index>(args.x_strides.w));
+      } else {
+        ptx::copy_words<1>(place(k), x_of(source, channel + k), source.first);
+      }
+    }
     if constexpr (C::kElementsX) {
-      unsigned words[kJobChannels];
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        const Source found = source(k);
-        words[k] = load_elements(x_of(found, channel(k)), found, static_cast<Index>(args.x_strides.w));
-      }
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) *word(k) = words[k];
-    } else {
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        const Source found = source(k);
-        ptx::copy_words<1>(word(k), x_of(found, channel(k)), found.first);
-      }
+      for (int k = 0; k < kJobChannels; ++k) *place(k) = words[k];
     }
   }
   // Copies 16-byte vectors, each a segment of one channel, to where turn_x() stores the chunk's words.
@@ -108,27 +106,81 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
       }
     }
   }
+  // How the lanes of a warp divide rows of kChannels channels, kPieceWords at a time.
+  template <int kChannels, int kPieceWords>
+  struct RowLanes {
+    static constexpr int kPiece = kPieceWords > 0 ? kPieceWords : 1, kPieces = kChannels / kPiece;
+    // Lanes of a row: the fewest copies, then the most of one lane, which finds a row once for all of them.
+    static constexpr int lanes() {
+      int best = kPieces < 32 ? kPieces : 32;
+      for (int lanes = 32; lanes >= 8; lanes /= 2) {
+        if (lanes < kPieces && times(lanes) * (32 / best) <= times(best) * (32 / lanes)) best = lanes;
+      }
+      return best;
+    }
+    static constexpr int times(int lanes) { return (kPieces + lanes - 1) / lanes; }
+    static constexpr int kLanes = lanes();
+    static constexpr int kRows = 32 / kLanes;  // rows at a time; other lanes are idle
+    // Rows of a lane that are in flight at once: more copies would take more registers than producers have.
+    static constexpr int kAtOnce =
+        times(kLanes) > 2 ? 1 : (C::kProducerRegisters < 64 ? 2 : 4) / times(kLanes);
+    static __device__ __forceinline__ int row(int lane) { return lane / kLanes; }
+    static __device__ __forceinline__ int channel(int lane) { return lane % kLanes * kPiece; }
+    // Calls a function with the distance of each of a lane's pieces from its first one, in channels.
+    template <class Copy>
+    static __device__ __forceinline__ void for_each(int lane, Copy&& copy) {
+#pragma unroll
+      for (int i = 0; i < kPieces; i += kLanes) {
+        if (i + kLanes <= kPieces || i + lane % kLanes < kPieces) copy(i * kPiece);
+      }
+    }
+  };
+  // Address of a channel of a job at one of the 32 positions of a row of K, before turn_rows() transposes the
+  // job. Neighbouring jobs have neighbouring positions in other banks.
+  __device__ __forceinline__ unsigned* row_x(int stage, unsigned job, unsigned position, int channel) const {
+    return reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + job * kJobChannels * kRowWords +
+           (position ^ job % 4) * kJobChannels + channel;
+  }
+  // Copies rows of channels of x. A lane has one or several pieces of every kRows-th position.
+  __device__ __forceinline__ void copy_rows_x(int stage, const Run& run, int step) const {
+    using Lanes = RowLanes<C::kColumns, C::kPieceX>;
+    constexpr int kAtOnce = Lanes::kAtOnce < 2 ? 1 : 2;
+    const int channel = kind.first_in + Lanes::channel(lane);
+    const unsigned count = static_cast<unsigned>(row_segments()) * kRowWords;
+    const Scalar* const x = static_cast<const Scalar*>(args.x) + (kind.group * C::kInPerGroup + channel);
+    if (Lanes::row(lane) >= Lanes::kRows) return;
+#pragma unroll kAtOnce
+    for (unsigned position = static_cast<unsigned>(warp * Lanes::kRows + Lanes::row(lane)); position < count;
+         position += kCopiers * Lanes::kRows) {
+      const Source source =
+          find_x(run, step, segments[position / kSegment], static_cast<int>(position % kSegment));
+      const Scalar* const from = x + source.offset;
+      const unsigned job = position / kRowWords * kJobsX;
+      Lanes::for_each(lane, [&](int further) {
+        // Channels past the last one are zero: their sums are never written.
+        const bool exists = source.first && channel + further < C::kInPerGroup;
+        const int own = Lanes::channel(lane) + further;
+        ptx::copy_words_once<Lanes::kPiece>(row_x(stage, job + static_cast<unsigned>(own / kJobChannels),
+                                                  position % kRowWords, own % kJobChannels),
+                                            from + further, exists);
+      });
+    }
+  }
   __device__ __forceinline__ void copy_x(int stage, const Run& run, int step) const {
-    const Part<int> own(row_segments() * kJobsX, kCopiers, warp);
-    for (int job = own.begin; job < own.end;) {
-      const int row_segment = job / kJobsX, end = min(own.end, (row_segment + 1) * kJobsX);
-      const Segment* const found = segments + row_segment * kRowSegments;
-      if constexpr (C::kVectorsX) {
-        copy_vectors_x(stage, job, end, find_x(run, step, found[lane % kRowSegments], 0));
-        job = end;
-      } else if constexpr (C::kUnitCX) {
-        const int row = lane / 4, channel = job % kJobsX * kJobChannels + row;
-        copy_words_x([&](int k) { return place_x(stage, job, row, k / 4 * 4 + lane % 4, k % 4); },
-                     [&](int k) { return find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4); },
-                     [&](int) { return channel; });
-        ++job;
-      } else {
-        const Source source = find_x(run, step, found[lane / kSegment], lane % kSegment);
+    if constexpr (kRowsX) {
+      copy_rows_x(stage, run, step);
+    } else {
+      const Part<int> own(row_segments() * kJobsX, kCopiers, warp);
+      for (int job = own.begin; job < own.end;) {
+        const int row_segment = job / kJobsX, end = min(own.end, (row_segment + 1) * kJobsX);
+        const Segment* const found = segments + row_segment * kRowSegments;
+        if constexpr (C::kVectorsX) {
+          copy_vectors_x(stage, job, end, find_x(run, step, found[lane % kRowSegments], 0));
+          job = end;
+        } else {
+          const Source source = find_x(run, step, found[lane / kSegment], lane % kSegment);
 #pragma unroll 1
-        for (; job < end; ++job) {
-          const int channel = job % kJobsX * kJobChannels;
-          copy_words_x([&](int k) { return place_x(stage, job, k, lane / kSegment, lane % kSegment); },
-                       [&](int) { return source; }, [&](int k) { return channel + k; });
+          for (; job < end; ++job) copy_words_x(stage, job, source);
         }
       }
     }
@@ -160,6 +212,25 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
       }
     }
   }
+  // Transposes and rounds the rows of channels of each job in place. A lane has one channel at every fourth
+  // position: two pieces of 16 bytes.
+  __device__ __forceinline__ void turn_rows(int stage, const Part<int>& own) const {
+    const int row = lane % kJobChannels, word = lane / kJobChannels;
+#pragma unroll 1
+    for (int job = own.begin; job < own.end; ++job) {
+      const unsigned* const from = row_x(stage, static_cast<unsigned>(job), static_cast<unsigned>(word), row);
+      Vector<unsigned, 4> pieces[2];
+#pragma unroll
+      for (int i = 0; i < kRowSegments; ++i) {
+        pieces[i / 4].at[i % 4] = rounded(from[i * kSegment * kJobChannels]);
+      }
+      __syncwarp();  // every lane has read the job
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<Vector<unsigned, 4>*>(place_x(stage, job, row, 4 * i, word)) = pieces[i];
+      }
+    }
+  }
   // Rounds the words of a stage in place.
   __device__ __forceinline__ void round_x(int stage, const Part<int>& own) const {
     constexpr int kVectors = kJobChannels * kRowWords / 4;
@@ -177,6 +248,8 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
     const Part<int> own(row_segments() * kJobsX, kTurners, warp - kCopiers);
     if constexpr (C::kVectorsX) {
       turn_x(stage, own);
+    } else if constexpr (kRowsX) {
+      turn_rows(stage, own);
     } else if constexpr (kRounded) {
       round_x(stage, own);
     }
@@ -205,40 +278,48 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
            (first + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c));
   }
 
-  // Copies eight pairs at a time where channels are contiguous: a lane copies several words of one channel.
-  __device__ __forceinline__ void copy_pairs(unsigned* to, const Run& run, Index base, int index, int d,
-                                             int first_pair, int jobs) const {
-    const int half = lane % 2, slots_left = (slot_count() - index + 1) / 2;
+  // Copies a group of sheets of rows of channels. A job is a line, with all phases along w if the positions
+  // that a warp copies at a time are equally many of each phase, else with one.
+  __device__ __forceinline__ void copy_rows(int group, const Run& run, int step) const {
+    using Lanes = RowLanes<C::kOutTile, C::kPieceY>;
+    constexpr int kTogether = Lanes::kRows % C::kPlanesW == 0 ? C::kPlanesW : 1;  // phases of a job
+    constexpr int kParts = C::kPlanesW / kTogether, kStep = Lanes::kRows / kTogether;
+    const int first = Lanes::row(lane) / kTogether, phase = Lanes::row(lane) % kTogether;
+    const int begin = Lanes::row(lane) < Lanes::kRows ? first : args.line_words;
+    const int channel = kind.first_out + Lanes::channel(lane);
+    const Index stride = kStep * C::kStrideW * static_cast<Index>(args.dy_strides.w);
+    const Scalar* const dy =
+        static_cast<const Scalar*>(args.dy) +
+        (run.n * static_cast<Index>(args.dy_strides.n) + kind.group * C::kOutPerGroup + channel);
+    const int jobs = args.box.d * C::kPlanesD * C::kPlanesH * kParts * args.lines;
 #pragma unroll 1
-    for (int job = 0; job < jobs; ++job) {
-      const int pair = first_pair + job * kJobChannels + lane / 4;
-      if (pair >= kPairs) break;
-      const auto source = [&](int k) { return at_depth(find_dy(run, base, slots[index + 2 * k]), d); };
-      const auto place = [&](int k) {
-        return to + pair * args.pair_pitch + slots[index + 2 * k].place + half;
-      };
-      if constexpr (C::kElementsY) {
-        unsigned words[kJobChannels];
-#pragma unroll
-        for (int k = 0; k < kJobChannels; ++k) {
-          if (k >= slots_left) break;
-          const Source found = source(k);
-          words[k] = load_dy(dy_of(found, half * kPairs + pair), found);
-        }
-#pragma unroll
-        for (int k = 0; k < kJobChannels; ++k) {
-          if (k >= slots_left) break;
-          *place(k) = words[k];
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < kJobChannels; ++k) {
-          if (k >= slots_left) break;
-          const Source found = source(k);
-          ptx::copy_words<1>(place(k), dy_of(found, half * kPairs + pair), found.first);
-        }
+    for (int job = warp; job < jobs; job += kCopiers) {
+      const int part = divide(job, args.by_jobs), line = job - part * args.lines;
+      const int plane_w = part % kParts * kTogether + phase;
+      const int plane_h = part / kParts % C::kPlanesH, plane = part / kParts / C::kPlanesH;
+      const int d = (step * args.box.d + plane / C::kPlanesD) * C::kStrideD +
+                    C::kPlaneOffsetD(kind.d, plane % C::kPlanesD);
+      const int h = run.h * kStepH + line * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h);
+      int w = (run.w + first) * C::kStrideW + C::kPlaneOffsetW(plane_w);
+      const Scalar* from =
+          dy + (d * static_cast<Index>(args.dy_strides.d) + h * static_cast<Index>(args.dy_strides.h) +
+                w * static_cast<Index>(args.dy_strides.w));
+      unsigned* const to = ring + group * args.box.d * sheet_words + in_group(plane) +
+                           (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + line * args.line_pitch +
+                           Lanes::channel(lane);
+      const int end = inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w : 0;
+#pragma unroll Lanes::kAtOnce
+      for (int position = begin; position < args.line_words; position += kStep) {
+        Lanes::for_each(lane, [&](int further) {
+          // Channels past the last one are zero: their sums are never written.
+          const bool exists = inside(w, end) && channel + further < C::kOutPerGroup;
+          ptx::copy_words_once<Lanes::kPiece>(to + row_place(position) + further, from + further, exists);
+        });
+        w += kStep * C::kStrideW;
+        from += stride;
       }
     }
+    arrive<true>(full(group));
   }
   __device__ __forceinline__ unsigned load_dy(const Scalar* from, const Source& source) const {
     return load_elements(from, source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
@@ -287,7 +368,7 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
     for (int job = own.begin; job < own.end;) {
       const int block = divide(job, args.by_jobs), first_job = block * jobs_of_block;
       const int end = min(own.end, first_job + jobs_of_block);
-      const int index = block * kSlotBlock + (C::kUnitCY ? lane / 2 % 2 : lane % kSlotBlock);
+      const int index = block * kSlotBlock + lane % kSlotBlock;
       const Slot slot = slots[min(index, count - 1)];
       const Source line = find_dy(run, base, slot);
       while (job < end) {
@@ -302,8 +383,6 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
           Source source = at_depth(line, first_d);
           source.first = line.first && inside(first_d + slot.d, args.dy_size.d);
           if (index < count) copy_line(to + slot.place, source, first_line, jobs);
-        } else if constexpr (C::kUnitCY) {
-          copy_pairs(to, run, base, index, d, first_line, jobs);
         } else if (index < count) {
           copy_line(to + slot.place, at_depth(line, d), first_line, jobs);
         }
@@ -339,7 +418,11 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
           stage.advance(C::kStages);
         }
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
-        copy_group(group.index, run, run.first + i);
+        if constexpr (kRowsY) {
+          copy_rows(group.index, run, run.first + i);
+        } else {
+          copy_group(group.index, run, run.first + i);
+        }
       }
       index += run.count;
     }

@@ -10,8 +10,8 @@ template <class C>
 struct HopperWeightResults : HopperWeightBlock<C> {
   using Block = HopperWeightBlock<C>;
   using Block::args, Block::kind, Block::lane, Block::stages, Block::warp;
+  using Block::channel_of, Block::kTapsAll;
   using Block::kBlocksIn, Block::kJobChannels, Block::kKinds, Block::kPairs, Block::kRows, Block::kSums;
-  using Block::kTapsAll;
 
   // The sums of a consumer thread, and the places of dy that it reads.
   struct Consumer {
@@ -36,7 +36,7 @@ struct HopperWeightResults : HopperWeightBlock<C> {
         float sum = me.bias[r][half];
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-        const int out = kind.first_out + index % kPairs + half * kPairs;
+        const int out = kind.first_out + channel_of(index % kPairs, half);
         if (lane % 4 != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
         const int slot_d = C::kBiasSlotD(kind.d, d), slot_h = C::kBiasSlotH(kind.h, h);
         if (slot_d < 0 || slot_h < 0) continue;
@@ -70,10 +70,11 @@ struct HopperWeightResults : HopperWeightBlock<C> {
       const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
       const int row = index / kPairs;
       if (row >= kRows) continue;
-      float* const of_row = tile + index % kPairs * kOutPitch + row * C::kTaps;
+      float* const of_row = tile + row * C::kTaps;
+      const int pair = index % kPairs;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
-        float* const to = of_row + (i / 4 * 8 + i % 2) * kInPitch + i / 2 % 2 * kPairs * kOutPitch;
+        float* const to = of_row + (i / 4 * 8 + i % 2) * kInPitch + channel_of(pair, i / 2 % 2) * kOutPitch;
 #pragma unroll
         for (int t = 0; t < C::kTaps; ++t) to[t] = me.sums[r][t][i];
       }
@@ -120,7 +121,7 @@ struct HopperWeightResults : HopperWeightBlock<C> {
       for (int t = 0; t < C::kTaps; ++t) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int out = kind.first_out + index % kPairs + half * kPairs;
+          const int out = kind.first_out + channel_of(index % kPairs, half);
           if (out >= C::kOutPerGroup) continue;
           float* const to = parts +
                             (static_cast<long long>(tap + C::kTapW(t)) * C::kOutPerGroup + out) * kIn +

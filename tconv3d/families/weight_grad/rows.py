@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from ...planning import offers
 from ...planning.calibration import Work
@@ -50,11 +51,19 @@ class TapSet:
 
     taps: tuple[Triple, ...]  # tap indices along d, h, w
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, computed once because a search uses it hundreds of times as a key."""
+        return hash(self.taps)
+
     def runs(self, h: Axis, box: int) -> dict[int, range]:
         """Returns, by phase along h, the positions along h of the lines that the taps read for a box of lines."""
         found: dict[int, list[int]] = {}
-        for tap in self.taps:
-            found.setdefault(h.phase(tap[1]), []).append(h.shift(tap[1]))
+        for tap in {tap for _, tap, _ in self.taps}:
+            found.setdefault(h.phase(tap), []).append(h.shift(tap))
         return {phase: range(min(shifts), max(shifts) + box) for phase, shifts in sorted(found.items())}
 
 
@@ -101,7 +110,7 @@ class Tiling:
     @cached_property
     def lines(self) -> int:
         """The most lines of dy of a box."""
-        return max(len(self.lines_of(each)) for each in self.sets)
+        return max(phases * self.box[0] + beyond for phases, beyond in _most_of(self.geometry, self.sets).lines)
 
     def row(self, each: TapSet, tap: Triple) -> int:
         """Returns the row of dy, within a stage, that a tap reads for the first position of the box."""
@@ -135,8 +144,8 @@ class Tiling:
 
     @cached_property
     def box_cycles(self) -> float:
-        taps = max(len(each.taps) for each in self.sets)
-        ones, bias_columns = max(self.ones(each.taps) for each in self.sets), bias_columns_of(self)
+        most, bias_columns = _most_of(self.geometry, self.sets), bias_columns_of(self)
+        taps, ones = most.taps, most.own_taps if self.bias else 0
         products = prod(self.box) / 16 * (taps * _product_cycles(self.columns) + ones * _product_cycles(bias_columns))
         x, y = (ROW_CHANNELS, self.columns) if self.rows_are_input else (self.columns, ROW_CHANNELS)
         lines_y = len(self.phases_w) * self.lines
@@ -148,6 +157,23 @@ class Tiling:
     def __str__(self) -> str:
         side = "inputs x outputs" if self.rows_are_input else "outputs x inputs"
         return f"64 x {self.columns} {side}, {self.taps} taps per warpgroup, boxes of {self.box[0]}x{self.box[1]}"
+
+
+class _Most(NamedTuple):
+    """The most that any of several sets of taps has; all boxes of a search share it."""
+
+    taps: int
+    own_taps: int
+    lines: frozenset[tuple[int, int]]  # phases along h, and lines of dy beyond one for each phase and line of the box
+
+
+@lru_cache(maxsize=64)
+def _most_of(g: Geometry, sets: tuple[TapSet, ...]) -> _Most:
+    d, h, w = ({tap for tap in range(axis.kernel) if axis.is_own(tap)} for axis in g.axes)
+    own = (sum(i in d and j in h and k in w for i, j, k in each.taps) for each in sets)
+    runs = (each.runs(g.axes[1], 0).values() for each in sets)
+    lines = frozenset((len(each), sum(run.stop - run.start for run in each)) for each in runs)
+    return _Most(max(len(each.taps) for each in sets), max(own), lines)
 
 
 def bias_columns_of(made: Tiling) -> int:

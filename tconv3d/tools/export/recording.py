@@ -24,7 +24,7 @@ from ...planning.problem import Device, Norm, Pass, Plan, Problem
 from ...torch_ops import problems
 from ...torch_ops.checks import Convolution
 from ...torch_ops.executor import OPERANDS, WITH_STATISTICS
-from ...torch_ops.problems import DTYPES, OperandAddresses, Tail, tf32_level
+from ...torch_ops.problems import RESULT_TYPES, OperandAddresses, Tail, tf32_level
 from ...torch_ops.pytorch_ops import statistics_dtype
 from ...torch_ops.runner import Runner
 from .formulas import formula
@@ -32,7 +32,6 @@ from .passes import DEVICES, STRIDES, Operation, Result, Variant
 
 aten = torch.ops.aten
 
-TYPES = {**DTYPES, torch.int64: "int64"}
 # What the operation of a pass is called in the file, by its kernel.
 NAMES = {
     "tail_pass": "pointwise",
@@ -233,12 +232,14 @@ class Recording(Runner):
         problem = problem.allowing(tf32_level(self.variant.precision == "tf32"))
         x, weight = given[:2]
         assert x is not None and weight is not None
-        y = torch.empty_strided(*layout, dtype=x.dtype, device=x.device)
+        dtype = x.dtype if tail is None else tail.per_position or x.dtype
+        y = torch.empty_strided(*layout, dtype=dtype, device=x.device)
         operands: tuple[Tensor | None, ...] = given
         note = ""
         if tail is not None:
             names = tail.among(names)
-            note = formula(tail.expression)
+            planner.check_over_channels(problem, DEVICES[self.variant.gpu])
+            note = ", then ".join(formula(each) for each in (tail.expression, tail.channels) if each)
             operands = (*given, *((tail.vectors, *tail.wholes) if tail.has_operands else ()))
         plan = planner.plan(problem, DEVICES[self.variant.gpu])
         plain = tail is None and not statistics and {self.ref(x), self.ref(weight)} <= set(self.inputs)
@@ -277,7 +278,7 @@ class Recording(Runner):
 
     def _result(self, name: str, tensor: Tensor, kind: torch.dtype) -> Result:
         """Describes a result; its strides are left out if it is contiguous, or a volume in the memory format."""
-        shape, dtype = tuple(tensor.shape), "" if tensor.dtype is kind else TYPES[tensor.dtype]
+        shape, dtype = tuple(tensor.shape), "" if tensor.dtype is kind else RESULT_TYPES[tensor.dtype]
         if tensor.dim() == 5 and tensor.stride() == STRIDES[self.variant.layout](shape):
             return Result(name, shape, volume=True, dtype=dtype)
         strides = () if tensor.is_contiguous() else tensor.stride()

@@ -278,6 +278,15 @@ def test_an_input_gradient_has_a_source_for_each_phase_of_dy() -> None:
     assert work.line_steps == (2, 2, 1) and work.reach == (1, 1, 3)
 
 
+@pytest.mark.parametrize(
+    "name, dtype, expected", [("grouped_strided", "bfloat16", 16), ("grouped_strided_g1", "bfloat16", 32)]
+)
+def test_few_channels_of_a_group_take_short_matrix_instructions(name: str, dtype: str, expected: int) -> None:
+    for which in (Pass.FORWARD, Pass.INPUT_GRAD):
+        (found,) = mma_planner.predicted(problem_of(name, which, dtype, last=True), gpus.GPUS["A100"].device, 1)
+        assert found.work.step_bytes == expected and found.chunk * 2 == expected * found.build.steps
+
+
 def test_fragments_are_loaded_without_bank_conflicts() -> None:
     """The 8 rows of 16 bytes that ldmatrix reads at a time lie in 8 different groups of 4 banks."""
     for name in ("relu_group_norm_conv", "monai_64_16_32"):
@@ -320,12 +329,17 @@ MUTANTS = {
     "the row of taps before": ("mma", "windows[kAfter.row % 2]", "windows[0]"),
     "the weights of this tap": ("mma", "load_columns<kNext>(b[kNext % 2]", "load_columns<kNow>(b[kNext % 2]"),
     "channels after the last": ("mma_copies", "if (inside && channel + 1 < C::kReduced)", "if (inside)"),
-    "no bound of the halo": ("mma_copies", "x_w >= 0 && x_w < args.x_size.w", "x_w < args.x_size.w"),
+    "no bound of the halo": ("mma_copies", "x_w >= 0 && x_w < tile", "x_w < tile"),
     "a step too early": ("mma", "ptx::copy_wait<C::kStages - 2>();", "ptx::copy_wait<C::kStages - 1>();"),
+    "the words of a longer step": ("mma_pack", "word % kTile / kLane;", "word % kTile / 2;"),
     "half of a pair": ("mma_stores", "to[single] = from[single];", "(void)single;"),
 }
 # Mutants in a layer whose halo is copied asynchronously, so that several rows of taps are multiplied at once.
 IN_TF32 = ("the row of taps before",)
+# Mutants in a layer with so few channels per group that matrix instructions take 16 bytes of them.
+IN_GROUPS = ("the words of a longer step",)
+# Mutants in a layer whose halo is copied element by element: its input is a view of some channels of a tensor.
+IN_VIEWS = ("channels after the last", "no bound of the halo")
 
 
 @pytest.mark.slow
@@ -334,8 +348,12 @@ def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     file, text, replacement = MUTANTS[name]
     mutate(file, text, replacement, tmp_path / "kernels")
     monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:1")
-    layer = Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1)
+    layer = LAYERS["groups"] if name in IN_GROUPS else Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1)
     found = pytest.raises(AssertionError, match="elements wrong")
     dtype = torch.float32 if name in IN_TF32 else torch.float16
-    with on_ampere(), kernel_from(tmp_path / "kernels", "mma"), found:
-        check(layer, dtype, "cpu", operands_of(layer, dtype, CONTIGUOUS), forward_only=True)
+    with on_ampere(), kernel_from(tmp_path / "kernels", "mma_pack" if file == "mma_pack" else "mma"), found:
+        x, *rest = operands_of(layer, dtype, CONTIGUOUS)
+        if name in IN_VIEWS:
+            more = torch.full((1, layer.in_channels + 1, *layer.size), torch.nan, dtype=dtype)
+            x = more[:, :-1].copy_(x)
+        check(layer, dtype, "cpu", [x, *rest], forward_only=True)

@@ -3,7 +3,7 @@
 // PyTorch.
 #pragma once
 
-#include "common.cuh"
+#include "expressions.cuh"
 
 namespace tconv3d {
 
@@ -49,11 +49,17 @@ struct Extreme {
   }
 };
 
+// The extreme number alone, which needs no index: one instruction for every number.
 template <int kSign>
 struct Finding {
   template <class Acc>
-  struct State : Extreme<Acc, kSign> {
-    __device__ __forceinline__ Acc result() const { return this->best; }
+  struct State {
+    Acc best = static_cast<Acc>(ptx::bits_to_float(kSign > 0 ? 0xFF800000u : 0x7F800000u));  // infinity
+    __device__ __forceinline__ void take(Acc value, int) {
+      best = kSign > 0 ? largest(best, value) : smallest(best, value);
+    }
+    __device__ __forceinline__ void merge(int distance) { take(across_lanes(best, distance), 0); }
+    __device__ __forceinline__ Acc result() const { return best; }
   };
 };
 using FindingLargest = Finding<1>;
