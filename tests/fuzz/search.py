@@ -16,6 +16,7 @@ from .case import Case, line
 from .shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
 from .workers import Worker
 
+PROGRESS = 500  # cases between two lines that say how far the search is
 MOST_OF_A_KIND = 2  # most failures of one kind that are shrunk; others most likely have the same cause
 
 
@@ -88,7 +89,10 @@ class Search:
         return late or (self.cases is not None and self.run_cases >= self.cases)
 
     def _count(self, cases: list[Case], plans: dict[str, int]) -> None:
-        self.run_cases += len(cases)
+        before, self.run_cases = self.run_cases, self.run_cases + len(cases)
+        if before // PROGRESS < self.run_cases // PROGRESS:
+            seconds = time.monotonic() - self._started
+            self.say(f"{self.run_cases} cases in {seconds:.0f} s, {len(self.failures)} failures")
         for case in cases:
             self.counts["plans"][case.plans or self.device] += 1
             self.counts["type"][case.dtype] += 1
