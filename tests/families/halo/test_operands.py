@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def check(case: Case) -> None:
     problem = replace(tensors.problem, tail=TAIL, tail_vectors=2, tail_wholes=2)
     plan = halo_planner.plan_build(build_for(case), job_of(problem), DEVICE)
     assert plan is not None
-    sizes = 2, 2, case.batch, case.out_channels
+    sizes = 2, 2, case.batch, case.out_channels, prod(problem.output_size)
     plan = replace(
         plan,
         main=with_tail(plan.main, *sizes),
