@@ -130,7 +130,8 @@ def lead(build: Build) -> int:
     The lead takes about as long as storing, and is at most half of a tile: a whole tile costs 13%. There is no lead
     where 16-bit outputs are stored through images (any lead costs 3 to 6%) or in place (1 to 3%), nor for float32
     outputs in long runs; for 16-bit outputs in long runs one panel is 3% faster. The first consumer must reach its
-    lead without stages and slots that the second has not released.
+    lead without stages and slots that the second has not released; `limit_lead` sees to that where the borders of the
+    volume leave fewer panels than are counted here.
     """
     block, long_runs = build.block, build.output is Output.LONG_RUNS
     least = min(sum(map(len, program.shifts)) for program in build.programs)

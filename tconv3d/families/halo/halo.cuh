@@ -265,6 +265,7 @@ struct Halo {
         }
       });
       if (last_pass) me.finished.stage = me.stages.index;
+      if constexpr (Config::kDivision == Division::kLastTiles) me.limit_lead();
       if constexpr (Config::kDivision == Division::kConsumers) {
         // A consumer that divides K may have no panel in the next chunk, so it releases the stage here.
         ptx::matrix_wait<0>();

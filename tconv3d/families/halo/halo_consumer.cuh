@@ -21,6 +21,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   int depth;    // first position of the tile along d
   int depths;   // Division::kLastTiles: planes of positions that the tile touches
   int panel;    // panels multiplied so far in this tile (when marching, in this plane)
+  int chunks;   // Division::kLastTiles: chunks multiplied so far in this piece of a tile
   unsigned lead_parity = 0, join_parity = 0;
   int turn = 0;  // panels seen by this consumer since the kernel began
 
@@ -55,7 +56,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   // while the other multiplies. Otherwise both would store at the same time, and the tensor cores would be
   // idle.
   __device__ __forceinline__ void keep_behind() {
-    panel = 0;
+    panel = chunks = 0;
     if (Config::kLead == 0 || index == 0) return;
     ptx::barrier_wait(shared.ahead(), lead_parity);
     lead_parity ^= 1;
@@ -68,7 +69,14 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   }
   // Announces the lead at the end of a piece of a tile that has fewer than kLead panels.
   __device__ __forceinline__ void end_lead() {
-    if (Config::kLead > 0 && index == 0 && panel < Config::kLead) announce();
+    if (Config::kLead == 0 || index != 0 || panel >= Config::kLead) return;
+    announce();
+    panel = Config::kLead;
+  }
+  // Called after every chunk. At the borders of the volume a chunk has few panels; the lead then ends before
+  // the first consumer needs a stage that the second, which has not begun, must release.
+  __device__ __forceinline__ void limit_lead() {
+    if (Config::kLead > 0 && ++chunks == Config::kStages - 1) end_lead();
   }
   __device__ __forceinline__ void announce() {
     // The second consumer must have seen the previous lead.

@@ -16,7 +16,7 @@ from layers import Layer, poisoned, to_tf32
 import tconv3d
 from tconv3d import emulator
 from tconv3d.api.explain import call_of, find_gpu, problems_of
-from tconv3d.families.halo import candidates
+from tconv3d.families.halo import candidates, constants
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Division, Input, Weights
 from tconv3d.families.halo.job import Job, job_of
@@ -167,6 +167,19 @@ def test_blocks_divide_the_last_tiles() -> None:
         plan = halo_planner.plan_build(build, gradient.job, replace(DEVICE, multiprocessors=multiprocessors))
         assert plan is not None and plan.sum is not None
         assert gradient.error(plan) < 1e-6, (plan.build, plan.tiling, multiprocessors)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
+def test_a_lead_ends_where_the_border_leaves_few_panels() -> None:
+    """At the borders along d a chunk has fewer panels than its lead counts on, and stages are few."""
+    gradient = Gradient(
+        Layer(88, 40, (1, 5, 24), (3, 4, 3), (2, 1, 2), (2, 2, 1), (0, 0, 1), (3, 1, 1), batch=1, bias=False)
+    )
+    found = candidates.builds(candidates.Nominal.of(gradient.job), DEVICE.shared_bytes)
+    divided = (b.but(weights=Weights.STREAMED, slots=8, stages=2, division=Division.LAST_TILES) for b in found)
+    build = next(b for b in divided if b.block.consumers == 2 and b.chunks > 4 and constants.lead(b) > 4)
+    plan = halo_planner.plan_build(build, gradient.job, replace(DEVICE, multiprocessors=4))
+    assert plan is not None and gradient.error(plan) < 1e-6
 
 
 def test_what_is_no_forward_pass() -> None:
