@@ -47,6 +47,19 @@ def test_statistics_survive_a_large_mean(ours: str) -> None:
         assert errors([tconv3d.conv_transpose3d_relu_group_norm(rounded, w, None, 4)], [exact])[0] <= theirs
 
 
+def test_statistics_survive_a_first_value_far_from_the_mean(ours: str) -> None:
+    """Every channel begins with a value 12 deviations from its mean: squares about it would be off by 5e-6."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 8, 16, 16, device=ours) + 20
+    x[:, :, 0, 0, 0] = 32
+    w = torch.eye(8, device=ours).view(8, 8, 1, 1, 1)
+    exact = F.group_norm(x.double(), 4)
+    theirs = errors([F.group_norm(x, 4)], [exact])[0]
+    for memory_format in FORMATS.values():
+        got = tconv3d.conv_transpose3d_relu_group_norm(x.contiguous(memory_format=memory_format), w, None, 4)
+        assert errors([got], [exact])[0] <= theirs
+
+
 def test_equal_values_and_one_value_per_group(ours: str) -> None:
     x, w = torch.full((2, 3, 2, 2, 2), 7.25, device=ours), torch.eye(3, device=ours).view(3, 3, 1, 1, 1)
     assert torch.equal(tconv3d.conv_transpose3d_relu_group_norm(x, w, None, 3), torch.zeros_like(x))
