@@ -3,7 +3,7 @@
 //
 // A block has a tile of one matrix: neighbouring threads read neighbouring columns and write neighbouring
 // rows. In between the values pass through shared memory, whose rows are an odd number of words apart to
-// avoid bank conflicts. Elements of 16 bits are moved in pairs if both sides of the matrices are even.
+// avoid bank conflicts. Elements of 16 bits are moved in pairs if the matrices have an even number of rows.
 #pragma once
 
 #include "common.cuh"
@@ -63,9 +63,12 @@ struct Turn {
   }
 
   // Transposes a tile of words of two 16-bit elements: reads two columns of a row, and writes two rows of a
-  // column.
+  // column. Where the number of columns is odd, every other row begins in the middle of a word: two columns
+  // of such a row are joined from two words. An even number of rows makes the matrix a whole number of words,
+  // so that all words with an element of the row lie inside of it.
   static __device__ __forceinline__ void turn_pairs(const Matrices& m, int block, const void* from, void* to,
                                                     unsigned* staged) {
+    TCONV3D_ASSUME(m.rows % 2 == 0);
     const Tile tile = tile_at(m, block);
     const int log_words = m.log_columns - 1, mask = (1 << log_words) - 1;
     const int pitch = (1 << log_words) + 1, thread = static_cast<int>(threadIdx.x);
@@ -77,7 +80,12 @@ struct Turn {
       const int at = i * kThreads + thread;
       const long long row = tile.row + (at >> log_words), column = tile.column + 2 * (at & mask);
       const bool inside = at < size && row < m.rows && column < m.columns;
-      values[i] = inside ? read[(row * m.columns + column) / 2] : 0u;
+      const long long place = row * m.columns + column;
+      values[i] = inside ? read[place / 2] : 0u;
+      if (inside && place % 2 != 0) {
+        const unsigned next = column + 1 < m.columns ? read[place / 2 + 1] : 0u;
+        values[i] = values[i] >> 16 | next << 16;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -94,6 +102,7 @@ struct Turn {
       if (2 * at >= size || row >= m.rows || column >= m.columns) continue;
       const unsigned one = staged[r * pitch + c], other = staged[(r + 1) * pitch + c];
       written[(column * m.rows + row) / 2] = (one & 0xFFFFu) | other << 16;
+      if (column + 1 == m.columns) continue;
       written[((column + 1) * m.rows + row) / 2] = one >> 16 | (other & 0xFFFF0000u);
     }
   }

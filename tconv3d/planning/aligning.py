@@ -43,9 +43,10 @@ KERNEL = "align"
 VECTOR = 8  # elements of 16 bits in 16 bytes
 TO_ROWS = "to_rows"  # names the offers by way of channels-last copies
 MOST_BYTES = 2**29  # bytes of the copies
-# Bytes that the transpose reads and writes per cycle and multiprocessor: the measured rate for elements in pairs, and
-# fewer for single elements, of which nobody has measured any.
-TURNED_BYTES = {True: 14.0, False: 11.0}
+# Bytes that the transpose reads and writes per cycle and multiprocessor. The rate for pairs of elements in rows of
+# even length was measured, the others were not: rows of odd length take 9 memory instructions for 8, because half of
+# the rows load two words for one.
+PAIRS_OF_EVEN_ROWS, PAIRS_OF_ODD_ROWS, SINGLES = 14.0, 12.5, 11.0
 THREADS = 256
 AT_ONCE = 4  # vectors per thread
 ALIGNED, ROWS_DY, ROWS_X = "aligned dy", "dy as rows", "x as rows"  # regions of the workspace
@@ -148,7 +149,8 @@ def _rows_copy(main: Problem, wanted: Wanted, device: Device) -> Copy | None:
 
 
 def _turned_cycles(each: Turning) -> float:
-    return 2 * 2 * each.count / each.efficiency / TURNED_BYTES[each.pairs]
+    rate = SINGLES if not each.pairs else PAIRS_OF_ODD_ROWS if each.columns % 2 else PAIRS_OF_EVEN_ROWS
+    return 2 * 2 * each.count / each.efficiency / rate
 
 
 def answers(wanted: Wanted, device: Device, ask: Asking, plan_of: Planning) -> list[Answer]:

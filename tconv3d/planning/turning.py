@@ -135,7 +135,7 @@ def turning(
     """Returns the transposition of a tensor from channels-last to contiguous, or from contiguous if `back`."""
     channels, positions = shape[1], prod(shape[2:])
     rows, columns = (channels, positions) if back else (positions, channels)
-    pairs = item_bytes == 2 and aligned and rows % 2 == columns % 2 == 0
+    pairs = item_bytes == 2 and aligned and rows % 2 == 0
     return Turning(name, to, shape[0], rows, columns, back, item_bytes, pairs)
 
 

@@ -233,8 +233,8 @@ TWINS = (
     Twin(
         "rows_weight_grad",
         "turn",
-        "staged[r * pitch + c]);",
-        "staged[r * pitch]);",
+        "values[i] = values[i] >> 16 | next << 16;",
+        "values[i] = next;",
         Case(ODD, "bfloat16", favoured="to_rows", wanted=("weight",)),
     ),
     Twin(
