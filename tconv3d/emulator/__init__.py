@@ -17,6 +17,8 @@ Environment:
                                 red zones around them:
         LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \\
         ASAN_OPTIONS=detect_leaks=0 python ...
+    TCONV3D_EMULATOR_RACES      1: fail at accesses to shared memory that no barrier orders, and at stores that tensor
+                                cores or the copy engine read without a fence.proxy.async; races.h explains how
     TCONV3D_EMULATOR_DEBUG      1: no optimization and debug information, to step through a kernel:
         gdb --args python ..., then `break direct.cuh:40`
 
@@ -30,6 +32,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import shlex
 import shutil
 import struct
@@ -99,9 +102,25 @@ def prepare(
                 *(ctypes.byref(stacks), error, _ERROR_BYTES),
             )
         if failed:
-            raise RuntimeError(error.value.decode(errors="replace"))
+            raise RuntimeError(_with_lines(error.value.decode(errors="replace"), library._name))
 
     return run
+
+
+def _with_lines(message: str, library: str) -> str:
+    """Returns a message in which places of the library's code, written as <offset>, are lines of kernels."""
+    addr2line = shutil.which("addr2line")
+    if addr2line is None:
+        return message
+
+    def line(place: re.Match[str]) -> str:
+        # The address is where a call returns to; the byte before it belongs to the call.
+        found = _run(addr2line, "-i", "-e", library, hex(int(place[1], 16) - 1)).splitlines()
+        names = [Path(text.partition(" ")[0]).name for text in found if "?" not in text]
+        kernels = [name for name in names if ".cuh:" in name]
+        return " in ".join((kernels or names)[:3]) or place[0]
+
+    return re.sub(r"<(0x[0-9a-f]+)>", line, message)
 
 
 def packed(kernel: str, constants: Constants) -> tuple[str, bytes]:
@@ -118,7 +137,14 @@ def packed_name(kernel: str, constants: Constants) -> str:
     """Returns the name of a kernel in a pack. No compiler is needed to know it, so it is not the cache's name."""
     unit = _unit(kernel, constants)
     places = (*sources.KERNELS, _INCLUDE)
-    parts = sources.digest(_sources(kernel, places)), unit, *_sanitizers(), _debug() * "debug", platform.machine()
+    parts = (
+        sources.digest(_sources(kernel, places)),
+        unit,
+        *_sanitizers(),
+        *_races(),
+        _debug() * "debug",
+        platform.machine(),
+    )
     return cache.key("packed", *parts) + ".so"
 
 
@@ -154,7 +180,7 @@ def _entry(kernel: str, unit: str, kernels: Path | None) -> tuple[str, Callable[
     """Returns the key of a kernel's library in the disk cache, and the function that builds it."""
     cxx, flags = _compiler(), _flags()
     places = (*(sources.KERNELS if kernels is None else (kernels,)), _INCLUDE)
-    key = cache.key(sources.digest(_sources(kernel, places)), unit, _version(cxx), cxx, *flags, *_CHECKS)
+    key = cache.key(sources.digest(_sources(kernel, places)), unit, _version(cxx), cxx, *flags, *_CHECKS, *_races())
     return key, lambda: _build(kernel, unit, places, cxx, flags)
 
 
@@ -191,7 +217,7 @@ def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tu
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx))
         includes: list[str | Path] = [*(f"-I{place}" for place in places), "-include", _HEADER]
-        _run(cxx, *flags, *_CHECKS, *includes, "-c", "-o", compiled, source)
+        _run(cxx, *flags, *_races(), *_CHECKS, *includes, "-c", "-o", compiled, source)
         # The flags of the checks are left out here, because they would link a library with handlers of its own.
         _run(cxx, *flags, "-shared", "-o", library, compiled, runtime, "-lm")
         return library.read_bytes()
@@ -200,7 +226,7 @@ def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tu
 def _runtime(cxx: str) -> bytes:
     """Returns the object file of runtime.cpp, which is not sanitized but tells AddressSanitizer of its stacks."""
     defined = {"address": "-DEMULATOR_ASAN", "undefined": "-DEMULATOR_UBSAN"}
-    flags = (*_FLAGS, "-O1", *(defined[name] for name in _sanitizers() if name in defined))
+    flags = (*_FLAGS, "-O1", *(defined[name] for name in _sanitizers() if name in defined), *_races()[:1])
     files = sources.included(_HEADER.name, (_INCLUDE,)) | sources.included(_RUNTIME.name, (_HERE, _INCLUDE))
     key = cache.key(sources.digest(files), _version(cxx), cxx, *flags)
 
@@ -227,6 +253,12 @@ def _sanitizers() -> list[str]:
 
 def _debug() -> bool:
     return os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
+
+
+def _races() -> tuple[str, ...]:
+    """Returns the flags of the race detector: the compiler reports every access to functions of races.h."""
+    wanted = os.environ.get("TCONV3D_EMULATOR_RACES", "") not in ("", "0")
+    return ("-DEMULATOR_RACES", "-fsanitize=thread", "-g1") if wanted else ()
 
 
 def _flags() -> tuple[str, ...]:

@@ -161,6 +161,9 @@ Span static_shared;
 // The thread-local segment exists in an OS thread once a variable in it, here `anchor`, has been touched.
 thread_local volatile unsigned char anchor;
 
+const void* library_start_found = nullptr;
+const void* library_start() { return library_start_found; }
+
 int find_segment(dl_phdr_info* info, size_t, void* result) {
   const auto here = reinterpret_cast<uintptr_t>(&find_segment);
   size_t tls_bytes = 0;
@@ -171,6 +174,7 @@ int find_segment(dl_phdr_info* info, size_t, void* result) {
     if (header.p_type == PT_TLS) tls_bytes = header.p_memsz;
   }
   if (!mine) return 0;
+  library_start_found = reinterpret_cast<const void*>(info->dlpi_addr);
   *static_cast<Span*>(result) = {static_cast<unsigned char*>(info->dlpi_tls_data), tls_bytes};
   return 1;
 }
@@ -182,12 +186,14 @@ Span find_static_shared() {
 }
 #else
 Span find_static_shared() { return {}; }
+const void* library_start() { return nullptr; }
 #endif
 
 }  // namespace
 }  // namespace emulator
 
 #include "memory_faults.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -288,6 +294,7 @@ void start_block(Block& block, std::vector<Warp>& warps, std::vector<Thread>& th
   memset(memory, kPoison, shared_bytes);
   block.dynamic_shared = memory;
   block.dynamic_shared_bytes = shared_bytes;
+  start_detector(count, shared_bytes, static_shared.bytes);
 }
 
 void end_thread(Thread& thread) {
@@ -298,6 +305,7 @@ void end_thread(Thread& thread) {
 }
 
 void end_block(Block& block) {
+  end_detector();
   destroy_states(block.states);
   if (block.dynamic_shared) {
     if (!past_end_has_only(kPoison, block.dynamic_shared, block.dynamic_shared_bytes))
@@ -345,6 +353,14 @@ void fail(const char* format, ...) {
   longjmp(failed_predicate, 1);
 }
 
+void complain(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  set_failure(format_text("kernel %s, block %s: %s", emulated_kernel.name, name_of(blockIdx).c_str(),
+                          format_text(format, arguments).c_str()));
+  va_end(arguments);
+}
+
 void trap(Where where) { fail("%s at %s:%d", where.what, file_name(where.file), where.line); }
 
 void block_fiber(bool (*ready)(void*), void* predicate, Where where) {
@@ -377,6 +393,7 @@ int sync_block(int vote, Where where) {
       block.arrived = 0;
       block.generation += 1;
       block.votes[block.generation % 2] = 0;
+      join_threads(0, blockDim.x, ~0u);
     }
     return block.generation != generation;
   };
@@ -408,6 +425,7 @@ void match_lanes(Warp& warp, unsigned mask, const Where& where) {
     warp.result[lane] = present >> source & 1u ? warp.value[source] : ~0ull;
     warp.ballot[lane] = ballot;
   }
+  if (same_text(where.what, "__syncwarp")) join_threads(current->rank / 32u * 32u, 32, present);
   warp.arrived &= ~present;
 }
 

@@ -136,6 +136,8 @@ inline Warp& warp() { return current->block->warps[current->rank / 32u]; }
 // Ends the launch with a message in printf's format. It may be called from a fiber or from a predicate.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void trap(Where where);
+// Makes the launch fail once the running block has ended, for what is found then.
+void complain(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Blocks the running fiber until ready(predicate) is true. Other code calls wait_until instead.
 void block_fiber(bool (*ready)(void*), void* predicate, Where where);
@@ -196,6 +198,43 @@ struct Exchanged {
   unsigned ballot;  // lanes that gave a non-zero value
 };
 Exchanged exchange(unsigned mask, unsigned long long value, int source, Where where);
+
+// Lets the lanes of a warp meet in an instruction that the whole warp executes. No memory accesses are
+// ordered.
+inline void converge(const char* what, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  exchange(0xFFFFFFFFu, 0, static_cast<int>(lane()), {what, file, line});
+}
+
+// What emulated instructions tell the race detector (races.h); nothing in a build without it.
+namespace races {
+#ifdef EMULATOR_RACES
+void read(const void* pointer, unsigned bytes);
+void write(const void* pointer, unsigned bytes);
+void read_by_async_proxy(const void* pointer, unsigned bytes, bool by_product);
+void products_finished();  // the running thread's products in flight have read their operands
+void write_by_copy_engine(const void* pointer, unsigned bytes, unsigned barrier);
+void ignore(const void* pointer, unsigned bytes);  // a word that is polled
+void fence_async_proxy();
+void init_barrier(unsigned address);
+void arrive(unsigned address);
+void complete_phase(unsigned address, unsigned parity);
+void pass(unsigned address, unsigned parity);  // the running thread has waited for a phase
+void meet(unsigned first, unsigned count);     // threads have met at a barrier
+#else
+inline void read(const void*, unsigned) {}
+inline void write(const void*, unsigned) {}
+inline void read_by_async_proxy(const void*, unsigned, bool) {}
+inline void products_finished() {}
+inline void write_by_copy_engine(const void*, unsigned, unsigned) {}
+inline void ignore(const void*, unsigned) {}
+inline void fence_async_proxy() {}
+inline void init_barrier(unsigned) {}
+inline void arrive(unsigned) {}
+inline void complete_phase(unsigned, unsigned) {}
+inline void pass(unsigned, unsigned) {}
+inline void meet(unsigned, unsigned) {}
+#endif
+}  // namespace races
 
 template <class To, class From>
 inline To bits(From from) {

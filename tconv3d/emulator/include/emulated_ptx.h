@@ -82,12 +82,16 @@ inline unsigned shared_address(const void* pointer) { return emulator::shared_ad
 inline uint4 load_shared(unsigned address) {
   if (address % 16u) emulator::fail("a 16-byte load from shared memory at %u", address);
   uint4 value;
-  std::memcpy(&value, emulator::shared_pointer(address, sizeof value), sizeof value);
+  const void* from = emulator::shared_pointer(address, sizeof value);
+  emulator::races::read(from, sizeof value);
+  std::memcpy(&value, from, sizeof value);
   return value;
 }
 inline void store_shared(unsigned address, uint4 value) {
   if (address % 16u) emulator::fail("a 16-byte store to shared memory at %u", address);
-  std::memcpy(emulator::shared_pointer(address, sizeof value), &value, sizeof value);
+  void* to = emulator::shared_pointer(address, sizeof value);
+  emulator::races::write(to, sizeof value);
+  std::memcpy(to, &value, sizeof value);
 }
 
 // Launches never overlap in the emulator.
@@ -118,7 +122,9 @@ template <class Word>
 inline void store_shared_if(bool condition, unsigned address, Word value) {
   if (!condition) return;
   if (address % sizeof value) emulator::fail("a store of %zu bytes at %u", sizeof value, address);
-  std::memcpy(emulator::shared_pointer(address, sizeof value), &value, sizeof value);
+  void* to = emulator::shared_pointer(address, sizeof value);
+  emulator::races::write(to, sizeof value);
+  std::memcpy(to, &value, sizeof value);
 }
 
 template <class Vector>
@@ -160,8 +166,14 @@ inline unsigned long long look_at_word(const void* address) {
   return word;
 }
 
-inline void write_shared(int* address, int value) { *address = value; }
-inline int read_shared(const int* address) { return *address; }
+inline void write_shared(int* address, int value) {
+  emulator::races::ignore(address, sizeof *address);
+  *address = value;
+}
+inline int read_shared(const int* address) {
+  emulator::races::ignore(address, sizeof *address);
+  return *address;
+}
 
 inline void keep(float&) {}
 
@@ -235,11 +247,13 @@ inline void load_matrices(unsigned (&words)[kMatrices], unsigned address) {
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
   table.a[warp][lane][0] = address;
-  __syncwarp();
-  for (unsigned m = 0; m < kMatrices; ++m)
-    std::memcpy(&words[m],
-                emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u), 4), 4);
-  __syncwarp();
+  emulator::converge("load_matrices");
+  for (unsigned m = 0; m < kMatrices; ++m) {
+    const void* from = emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u), 4);
+    emulator::races::read(from, 4);
+    std::memcpy(&words[m], from, 4);
+  }
+  emulator::converge("load_matrices");
 }
 
 template <Operand kOperand, unsigned kWords>
@@ -248,7 +262,7 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[2 * kWords], cons
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
   for (unsigned i = 0; i < 2 * kWords; ++i) table.a[warp][lane][i] = a[i];
   for (unsigned i = 0; i < kWords; ++i) table.b[warp][lane][i] = b[i];
-  __syncwarp();
+  emulator::converge("warp_multiply");
   for (unsigned i = 0; i < 4; ++i) {
     const unsigned half = i / 2u, column = lane % 4u * 2u + i % 2u;
     float total = 0.0f;
@@ -260,7 +274,7 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[2 * kWords], cons
     }
     sum[i] += total;
   }
-  __syncwarp();
+  emulator::converge("warp_multiply");
 }
 
 inline void store_transposed(unsigned address, uint4 words) {
@@ -268,13 +282,15 @@ inline void store_transposed(unsigned address, uint4 words) {
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u, row = lane % 8u;
   std::memcpy(table.a[warp][lane], &words, sizeof words);
-  __syncwarp();
+  emulator::converge("store_transposed");
   std::uint16_t columns[8];
   for (unsigned c = 0; c < 8; ++c)
     columns[c] =
         static_cast<std::uint16_t>(table.a[warp][4u * c + row / 2u][lane / 8u] >> (16u * (row % 2u)));
-  std::memcpy(emulator::shared_pointer(address, sizeof columns), columns, sizeof columns);
-  __syncwarp();
+  void* to = emulator::shared_pointer(address, sizeof columns);
+  emulator::races::write(to, sizeof columns);
+  std::memcpy(to, columns, sizeof columns);
+  emulator::converge("store_transposed");
 }
 
 // ---- Asynchronous copies.
@@ -288,6 +304,7 @@ using EmulatedCopies = EmulatedQueue<EmulatedCopy, 8>;
 inline void execute(const EmulatedCopy& copy) {
   std::uint32_t word = 0;
   if (copy.from) std::memcpy(&word, copy.from, sizeof word);
+  emulator::races::write(copy.to, sizeof word);
   *copy.to = word;
 }
 
@@ -298,6 +315,7 @@ inline void copy_words(void* to, const void* from, bool inside) {
   if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
   emulator::shared_pointer(emulator::shared_address(to), kBytes);  // fails outside of shared memory
+  emulator::races::write(to, kBytes);  // a GPU may write at any time from here to the wait
   for (int i = 0; i < kWords; ++i)
     emulator::thread_state<EmulatedCopies>().push(
         {static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr});

@@ -5,7 +5,7 @@
 
 namespace tconv3d::ptx {
 
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { emulator::races::fence_async_proxy(); }
 inline void fence_barrier_init() {}
 
 // ---- Barriers in shared memory.
@@ -23,14 +23,16 @@ inline EmulatedBarrier& emulated_barrier(unsigned address) {
   return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address, 8));
 }
 
-inline void complete_phase_if_done(EmulatedBarrier& barrier) {
+inline void complete_phase_if_done(EmulatedBarrier& barrier, unsigned address) {
   if (barrier.missing || barrier.bytes) return;
+  emulator::races::complete_phase(address, barrier.parity);
   barrier.missing = barrier.count;
   barrier.parity ^= 1u;
 }
 
 inline void barrier_init(unsigned address, unsigned count) {
   EmulatedBarrier& barrier = emulated_barrier(address);
+  emulator::races::init_barrier(address);
   barrier.count = barrier.missing = static_cast<std::uint16_t>(count);
   barrier.bytes = 0;
   barrier.parity = 0;
@@ -39,40 +41,101 @@ inline void barrier_init(unsigned address, unsigned count) {
 inline void barrier_arrive_expect(unsigned address, unsigned bytes) {
   EmulatedBarrier& barrier = emulated_barrier(address);
   if (barrier.missing == 0) emulator::fail("more arrivals at the barrier at %u than it counts", address);
+  emulator::races::arrive(address);
   barrier.missing -= 1;
   barrier.bytes += static_cast<std::int32_t>(bytes);
-  complete_phase_if_done(barrier);
+  complete_phase_if_done(barrier, address);
 }
 
 inline void barrier_arrive(unsigned address) { barrier_arrive_expect(address, 0); }
 
-inline void barrier_wait(unsigned address, unsigned parity) {
-  const EmulatedBarrier& barrier = emulated_barrier(address);
-  emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_wait");
-}
+// The bulk copies of a block that are in flight. A copy is executed as late as possible, when a thread waits
+// for its barrier; until then its destination is poisoned, so that data that is read too early or overwritten
+// too early gives wrong results.
+struct EmulatedBulkCopy {
+  unsigned to, bytes, barrier;
+  const void* from;
+};
+struct EmulatedBulkCopies {
+  EmulatedBulkCopy* items = nullptr;
+  unsigned size = 0, capacity = 0;
+  EmulatedBulkCopies() = default;
+  EmulatedBulkCopies(const EmulatedBulkCopies&) = delete;
+  EmulatedBulkCopies& operator=(const EmulatedBulkCopies&) = delete;
+  ~EmulatedBulkCopies() {
+    if (size)
+      emulator::complain("a block ends while %u bulk copies to its shared memory are in flight", size);
+    delete[] items;
+  }
 
-inline bool barrier_complete(unsigned address, unsigned parity) {
-  return emulated_barrier(address).parity != parity;
-}
-
-inline bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
-                                unsigned second_parity) {
-  const EmulatedBarrier &one = emulated_barrier(first), &other = emulated_barrier(second);
-  emulator::wait_until([&] { return one.parity != first_parity || other.parity != second_parity; },
-                       "barrier_wait_either");
-  return one.parity != first_parity;
-}
-
-inline bool elected(int lane) { return lane == 0; }
+  void push(const EmulatedBulkCopy& item) {
+    if (size == capacity) {
+      capacity = capacity ? 2 * capacity : 64;
+      auto* larger = new EmulatedBulkCopy[capacity];
+      for (unsigned i = 0; i < size; ++i) larger[i] = items[i];
+      delete[] items;
+      items = larger;
+    }
+    items[size++] = item;
+  }
+};
 
 inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {
   if (to % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u)
     emulator::fail("a bulk copy of %u bytes to %u: all must be multiples of 16", bytes, to);
-  std::memcpy(emulator::shared_pointer(to, bytes), from, bytes);
-  EmulatedBarrier& barrier = emulated_barrier(address);
-  barrier.bytes -= static_cast<std::int32_t>(bytes);
-  complete_phase_if_done(barrier);
+  void* destination = emulator::shared_pointer(to, bytes);
+  emulated_barrier(address);
+  emulator::races::write_by_copy_engine(destination, bytes, address);
+  std::memset(destination, static_cast<int>(emulator::kPoison), bytes);
+  emulator::block_state<EmulatedBulkCopies>().push({to, bytes, address, from});
 }
+
+// Returns whether a phase is complete. Executes the bulk copies that it waits for.
+inline bool phase_complete(EmulatedBarrier& barrier, unsigned address, unsigned parity) {
+  if (barrier.parity != parity) return true;
+  auto& copies = emulator::block_state<EmulatedBulkCopies>();
+  unsigned kept = 0;
+  for (unsigned i = 0; i < copies.size; ++i) {
+    const EmulatedBulkCopy copy = copies.items[i];
+    if (copy.barrier != address) {
+      copies.items[kept++] = copy;
+      continue;
+    }
+    std::memcpy(emulator::shared_pointer(copy.to, copy.bytes), copy.from, copy.bytes);
+    barrier.bytes -= static_cast<std::int32_t>(copy.bytes);
+  }
+  if (kept == copies.size) return false;
+  copies.size = kept;
+  complete_phase_if_done(barrier, address);
+  return barrier.parity != parity;
+}
+
+inline void barrier_wait(unsigned address, unsigned parity) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  emulator::wait_until([&] { return phase_complete(barrier, address, parity); }, "barrier_wait");
+  emulator::races::pass(address, parity);
+}
+
+inline bool barrier_complete(unsigned address, unsigned parity) {
+  const bool complete = phase_complete(emulated_barrier(address), address, parity);
+  if (complete) emulator::races::pass(address, parity);
+  return complete;
+}
+
+inline bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
+                                unsigned second_parity) {
+  EmulatedBarrier &one = emulated_barrier(first), &other = emulated_barrier(second);
+  emulator::wait_until(
+      [&] {
+        return phase_complete(one, first, first_parity) || phase_complete(other, second, second_parity);
+      },
+      "barrier_wait_either");
+  const bool is_first = one.parity != first_parity;
+  emulator::races::pass(is_first ? first : second, is_first ? first_parity : second_parity);
+  return is_first;
+}
+
+inline bool elected(int lane) { return lane == 0; }
 
 // Bulk stores are executed as late as possible, when a wait says that shared memory has been read.
 struct EmulatedBulkStores {
@@ -88,6 +151,7 @@ inline void bulk_store(void* to, unsigned from, unsigned bytes) {
     emulator::fail("a bulk copy of %u bytes from %u: all must be multiples of 16", bytes, from);
   auto& stores = emulator::thread_state<EmulatedBulkStores>();
   if (stores.count == 32) emulator::fail("more than 32 bulk copies of a thread from shared memory at once");
+  emulator::races::read_by_async_proxy(emulator::shared_pointer(from, bytes), bytes, false);
   stores.queue[stores.count++] = {to, from, bytes};
 }
 inline void bulk_commit() {
@@ -98,7 +162,9 @@ inline void bulk_wait_read() {
   auto& stores = emulator::thread_state<EmulatedBulkStores>();
   for (unsigned i = 0; i < stores.committed; ++i) {
     const auto& store = stores.queue[i];
-    std::memcpy(store.to, emulator::shared_pointer(store.from, store.bytes), store.bytes);
+    const void* from = emulator::shared_pointer(store.from, store.bytes);
+    emulator::races::read_by_async_proxy(from, store.bytes, false);
+    std::memcpy(store.to, from, store.bytes);
   }
   for (unsigned i = stores.committed; i < stores.count; ++i) {
     stores.queue[i - stores.committed] = stores.queue[i];
@@ -108,12 +174,18 @@ inline void bulk_wait_read() {
 }
 
 struct EmulatedMeetings {
-  unsigned count[16] = {}, phase[16] = {};
+  unsigned count[16] = {}, phase[16] = {}, warpgroup[16] = {};
 };
 inline void warpgroup_sync(int which) {
   auto& meetings = emulator::block_state<EmulatedMeetings>();
-  const unsigned phase = meetings.phase[which];
+  const unsigned phase = meetings.phase[which], warpgroup = emulator::thread_rank() / 128u;
+  if (which < 1 || which > 15) emulator::fail("hardware barrier %d: a warpgroup may have 1 to 15", which);
+  if (meetings.count[which] == 0) meetings.warpgroup[which] = warpgroup;
+  if (meetings.warpgroup[which] != warpgroup)
+    emulator::fail("warpgroups %u and %u meet at hardware barrier %d", meetings.warpgroup[which], warpgroup,
+                   which);
   if (++meetings.count[which] == 128) {
+    emulator::races::meet(128u * warpgroup, 128);
     meetings.count[which] = 0;
     ++meetings.phase[which];
   }
@@ -159,10 +231,13 @@ struct EmulatedMultiply {
 
 using EmulatedMultiplies = EmulatedQueue<EmulatedMultiply, 16>;
 
+// Tensor cores read operands, and lanes do not: report_operands tells the race detector of these reads.
+#define EMULATOR_UNREPORTED __attribute__((no_sanitize("thread")))
+
 // Reads 32 bytes of a row of an operand as numbers, and returns how many they are. Tensor cores read the
 // upper 19 bits of a TF32 number.
-inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand,
-                            float (&values)[16]) {
+EMULATOR_UNREPORTED inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand,
+                                                float (&values)[16]) {
   const auto layout = static_cast<unsigned>(descriptor >> 62);
   const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
   const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
@@ -193,18 +268,18 @@ inline void read_fragment_rows(const unsigned* fragment, Operand operand, float 
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
   const unsigned per_word = operand == Operand::kTf32 ? 1 : 2;
   std::memcpy(table.a[warp][lane], fragment, sizeof table.a[warp][lane]);
-  __syncwarp();
+  emulator::converge("matrix_wait");
   for (unsigned half = 0; half < 2; ++half)
     for (unsigned word = 0; word < 8; ++word)
       for (unsigned item = 0; item < per_word; ++item)
         rows[half][word * per_word + item] =
             operand_of_word(table.a[warp][lane / 4u * 4u + word % 4u][half + word / 4u * 2u], item, operand);
-  __syncwarp();
+  emulator::converge("matrix_wait");
 }
 
 // Reads column `column` of an operand whose 16 rows of 128 bytes in shared memory are K.
-inline int read_operand_column(unsigned long long descriptor, unsigned column, Operand operand,
-                               float (&values)[16]) {
+EMULATOR_UNREPORTED inline int read_operand_column(unsigned long long descriptor, unsigned column,
+                                                   Operand operand, float (&values)[16]) {
   if (descriptor >> 62 != 1 || column >= 64)
     emulator::fail("rows that are K have 128 bytes: column %u of layout %u", column,
                    static_cast<unsigned>(descriptor >> 62));
@@ -220,7 +295,40 @@ inline int read_operand_column(unsigned long long descriptor, unsigned column, O
   return 16;
 }
 
+// Tells the race detector which operands in shared memory the running lane's warp reads. Each lane reports a
+// share of them.
+inline void report_operands(const EmulatedMultiply& item) {
+#ifdef EMULATOR_RACES
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u % 4u;
+  const auto report = [&](unsigned long long descriptor, unsigned row, unsigned piece) {
+    const auto layout = static_cast<unsigned>(descriptor >> 62);
+    const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
+    const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
+    const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+    const unsigned logical = start + row / 8u * group_bytes + row % 8u * row_bytes + 16u * piece;
+    const unsigned physical = logical ^ ((logical >> 7 & (row_bytes / 16u - 1u)) << 4);
+    emulator::races::read_by_async_proxy(emulator::shared_pointer(physical, 16), 16, true);
+  };
+  const auto columns = static_cast<unsigned>(item.columns);
+  if (!item.fragment) {
+    if (item.rows)
+      report(item.a, lane % 16u, 2u * warp + lane / 16u);
+    else
+      report(item.a, 16u * warp + lane % 16u, lane / 16u);
+  }
+  for (unsigned i = lane; i < 2u * columns; i += 32u) {
+    if (item.rows)
+      report(item.b, i % 16u, i / 16u);
+    else
+      report(item.b, i / 2u, i % 2u);
+  }
+#else
+  (void)item;
+#endif
+}
+
 inline void execute(const EmulatedMultiply& item) {
+  report_operands(item);
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u % 4u;
   const auto read = item.rows ? read_operand_column : read_operand_row;
   float rows[2][16], column[16];
@@ -250,14 +358,22 @@ inline void matrix_fence() {}
 
 inline void matrix_commit() {
   emulator::thread_state<EmulatedMultiplies>().commit("matrix instructions");
-  __syncwarp();  // matrix instructions wait until all lanes of the warp execute them
+  emulator::converge("matrix_commit");  // matrix instructions wait until all lanes of the warp execute them
 }
 
 template <int kPending>
 inline void matrix_wait() {
-  __syncwarp();  // .sync.aligned: all lanes of the warp wait together, even if nothing is unfinished
-  // After the products, lanes wait until the operands of all lanes have been read.
-  if (emulator::thread_state<EmulatedMultiplies>().wait(kPending)) __syncwarp();
+  // .sync.aligned: all lanes of the warp wait together, even if nothing is unfinished.
+  emulator::converge("matrix_wait");
+  if (!emulator::thread_state<EmulatedMultiplies>().wait(kPending)) return;
+  emulator::converge("matrix_wait");  // the operands of all lanes have been read
+  emulator::races::products_finished();
+}
+
+// Queues a product.
+inline void issue_product(const EmulatedMultiply& item) {
+  report_operands(item);
+  emulator::thread_state<EmulatedMultiplies>().push(item);
 }
 
 template <int kColumns>
@@ -265,16 +381,16 @@ struct MatrixMultiply {
   static_assert(kColumns % 8 == 0 && 8 <= kColumns && kColumns <= 256, "columns that wgmma has");
   template <Operand kOperand>
   static void issue(float* sums, unsigned long long a, unsigned long long b) {
-    emulator::thread_state<EmulatedMultiplies>().push({sums, nullptr, a, b, kColumns, kOperand});
+    issue_product({sums, nullptr, a, b, kColumns, kOperand});
   }
   template <Operand kOperand>
   static void issue(float* sums, const unsigned (&a)[4], unsigned long long b) {
-    emulator::thread_state<EmulatedMultiplies>().push({sums, a, 0, b, kColumns, kOperand});
+    issue_product({sums, a, 0, b, kColumns, kOperand});
   }
   template <Operand kOperand>
   static void issue_rows(float* sums, unsigned long long a, unsigned long long b) {
     static_assert(kOperand != Operand::kTf32, "rows of 32-bit numbers cannot be K");
-    emulator::thread_state<EmulatedMultiplies>().push({sums, nullptr, a, b, kColumns, kOperand, true});
+    issue_product({sums, nullptr, a, b, kColumns, kOperand, true});
   }
 };
 
