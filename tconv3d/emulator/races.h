@@ -9,6 +9,10 @@
 // the kernel's own loads and stores (-fsanitize=thread; the functions that it calls are at the end of this
 // file); emulated instructions report theirs.
 //
+// Lanes of a warp may store to one place by one instruction, without a barrier, and each of them may read it
+// again: kernels do so where all of them store the same number. That they do is for shuffled orders of
+// threads to show, which change the result otherwise.
+//
 // Tensor cores and the copy engine read shared memory through the async proxy: an ordinary store reaches them
 // only if a fence.proxy.async lies between the store and the read. A second clock per thread says which
 // stores have been fenced. Only runtime.cpp includes this file.
@@ -36,6 +40,7 @@ void join(Clock& to, const Clock& from) {
 struct Cell {
   unsigned write_epoch = 0, read_epoch = 0;
   unsigned short writer = kNobody, reader = kNobody;
+  unsigned writers = 0;         // lanes of the writer's warp whose stores by one instruction were the last
   bool ignored = false;         // the cell holds a barrier, or a word that threads poll
   unsigned* readers = nullptr;  // epochs by agent, where several agents read without an order between them
   const void *write_place = nullptr, *read_place = nullptr;
@@ -124,7 +129,13 @@ std::string name_of_place(const void* place) {
       current->rank, does, here.c_str(), who.c_str(), did, there.c_str());
 }
 
+// Whether the running thread is in the warp of the thread that last wrote.
+bool in_warp_of_writer(const Cell& cell) {
+  return cell.writer < detector->threads && cell.writer / 32u == current->rank / 32u;
+}
+
 void check_against_write(const Cell& cell, const char* does, const void* place) {
+  if (in_warp_of_writer(cell) && cell.writers >> current->rank % 32u & 1u) return;
   if (cell.writer != kNobody && detector->known[current->rank][cell.writer] < cell.write_epoch)
     report(cell, does, place, cell.writer, "wrote", cell.write_place);
 }
@@ -155,6 +166,8 @@ void note_read(Cell& cell, unsigned agent, unsigned epoch, const void* place) {
 }
 
 void note_write(Cell& cell, unsigned agent, unsigned epoch, const void* place) {
+  const unsigned lane = agent < detector->threads ? 1u << agent % 32u : 0u;
+  cell.writers = in_warp_of_writer(cell) && cell.write_place == place ? cell.writers | lane : lane;
   delete[] cell.readers;
   cell.readers = nullptr;
   cell.reader = kNobody;
@@ -170,7 +183,8 @@ void check_access(const void* pointer, size_t bytes, bool writes, const void* pl
   for (size_t i = first; i < end; ++i) {
     Cell& cell = detector->cells[i];
     if (cell.ignored) continue;
-    check_against_write(cell, writes ? "writes" : "reads", place);
+    const bool by_one_instruction = writes && in_warp_of_writer(cell) && cell.write_place == place;
+    if (!by_one_instruction) check_against_write(cell, writes ? "writes" : "reads", place);
     if (writes) {
       check_against_reads(cell, place);
       note_write(cell, self, epoch, place);

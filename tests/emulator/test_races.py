@@ -166,6 +166,17 @@ def test_a_race_is_found_in_whatever_order_threads_run(
         watched(probe, "", order)(*memory)
 
 
+def test_lanes_may_store_one_number_and_read_it_again(watched: Callable[[Probe, str, str], Kernel]) -> None:
+    """Only the lanes that stored it may read it without a barrier."""
+    memory = torch.zeros(64, dtype=torch.int32)
+    watched(Probe("words[t / 8] = t / 8; args.a[t] = words[t / 8];", "", ""), "", "forward")(memory)
+    assert memory.tolist() == [t // 8 for t in range(64)]
+    with pytest.raises(RuntimeError, match="race in"):
+        watched(Probe("words[t / 8] = t / 8; args.a[t] = words[t / 8 ^ 1];", "", ""), "", "forward")(memory)
+    with pytest.raises(RuntimeError, match="race in"):  # lanes of two warps
+        watched(Probe("words[0] = 1; args.a[t] = words[0];", "", ""), "", "forward")(memory)
+
+
 def test_a_race_names_both_places(watched: Callable[[Probe, str, str], Kernel]) -> None:
     with pytest.raises(RuntimeError, match=r"writes at probe.cuh:\d+ what thread \d+ read at probe.cuh:\d+"):
         watched(PROBES["read after write"], "", "forward")(torch.zeros(64, dtype=torch.int32))

@@ -288,7 +288,6 @@ inline void store_transposed(unsigned address, uint4 words) {
     columns[c] =
         static_cast<std::uint16_t>(table.a[warp][4u * c + row / 2u][lane / 8u] >> (16u * (row % 2u)));
   void* to = emulator::shared_pointer(address, sizeof columns);
-  emulator::races::write(to, sizeof columns);
   std::memcpy(to, columns, sizeof columns);
   emulator::converge("store_transposed");
 }
