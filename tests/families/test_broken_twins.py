@@ -266,3 +266,17 @@ def test_a_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
     mutate_kernel(twin.kernel, twin.text, twin.replacement, tmp_path / "kernels")
     with forgetting(), kernel_from(tmp_path / "kernels", twin.kernel), pytest.raises(AssertionError, match="wrong"):
         run.check(twin.case, "cpu")
+
+
+def first_and_others() -> list[object]:
+    """Returns the twins; `make test-thorough` runs all, and `make test` the first of every family."""
+    first = {twin.family: twin for twin in reversed(TWINS)}
+    return [twin if twin is first[twin.family] else pytest.param(twin, marks=pytest.mark.thorough) for twin in TWINS]
+
+
+@pytest.mark.parametrize("twin", first_and_others(), ids=lambda twin: f"{twin.family}: {twin.kernel}")
+def test_the_unbroken_kernel_has_no_race(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executes the twin's case under the emulator's race detector."""
+    monkeypatch.setenv("TCONV3D_EMULATOR_RACES", "1")
+    with forgetting():
+        run.check(twin.case, "cpu")
