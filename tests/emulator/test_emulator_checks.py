@@ -49,6 +49,16 @@ FAULTS = {
     "bulk copy from anywhere": ("ptx::bulk_copy(0, args.a + 1, 16, 512);", "all must be multiples of 16"),
     "bulk copy past the end": ("ptx::bulk_copy(992, args.a, 16, 512);", "16 bytes at offset 992"),
     "bulk copy to anywhere": ("ptx::bulk_store(args.a + 1, 0, 16);", "all must be multiples of 16"),
+    "bulk copy that nobody waits for": (
+        "if (t == 0) { ptx::barrier_init(512, 1); ptx::barrier_arrive_expect(512, 16);"
+        " ptx::bulk_copy(0, args.a, 16, 512); }",
+        "a block ends while 1 bulk copies to its shared memory are in flight",
+    ),
+    "lanes in two warp instructions": (
+        "if (t % 2) ptx::matrix_commit(); else ptx::matrix_wait<0>();",
+        "lane [0-9]+ of the same mask is in matrix_",
+    ),
+    "barrier of no warpgroup": ("ptx::warpgroup_sync(16);", "hardware barrier 16: a warpgroup may have 1 to 15"),
     "store to global memory": ("ptx::store_global(args.a + 1, uint2{});", "a store of 8 bytes"),
     "assumption": ("TCONV3D_ASSUME(t < 5);", r"t < 5 does not hold at .*probe.cuh:\d+.*thread \(5, 0, 0\)"),
 }
@@ -67,6 +77,32 @@ def test_an_access_that_a_gpu_refuses(make: Callable[..., Kernel], name: str) ->
     for _ in range(2):  # the second time shows that the first left nothing behind
         with pytest.raises(RuntimeError, match="(?s)" + message):
             kernel(memory)
+
+
+def hopper_kernel(make: Callable[..., Kernel], body: str, threads: int) -> Kernel:
+    before = f'}}\n#include "{sources.find("ptx_hopper.cuh")}"\nnamespace tconv3d {{'
+    return make(SHARED + "\n" + body, threads=threads, shared_bytes=1024, before=before)
+
+
+def test_two_warpgroups_do_not_share_a_barrier(make: Callable[..., Kernel]) -> None:
+    memory = torch.zeros(64, dtype=torch.int32)
+    hopper_kernel(make, "ptx::warpgroup_sync(1 + t / 128);", 256)(memory)
+    with pytest.raises(RuntimeError, match="warpgroups 0 and 1 meet at hardware barrier 1"):
+        hopper_kernel(make, "if (t % 128 < 64) ptx::warpgroup_sync(1);", 256)(memory)
+
+
+def test_a_bulk_copy_arrives_when_it_is_waited_for(make: Callable[..., Kernel]) -> None:
+    """What is read before the wait is neither the old nor the new contents of shared memory."""
+    kernel = hopper_kernel(
+        make,
+        "int* const words = reinterpret_cast<int*>(shared); if (t == 0) { words[0] = 1; ptx::barrier_init(512, 1);"
+        " ptx::barrier_arrive_expect(512, 16); ptx::bulk_copy(0, args.a, 16, 512); args.b[0] = words[0];"
+        " ptx::barrier_wait(512, 0); args.b[1] = words[0]; }",
+        32,
+    )
+    source, result = torch.full((64,), 7, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    kernel(source, result)
+    assert result[0] not in (1, 7) and result[1] == 7
 
 
 @pytest.mark.parametrize(

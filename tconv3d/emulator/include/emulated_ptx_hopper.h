@@ -178,8 +178,8 @@ struct EmulatedMeetings {
 };
 inline void warpgroup_sync(int which) {
   auto& meetings = emulator::block_state<EmulatedMeetings>();
-  const unsigned phase = meetings.phase[which], warpgroup = emulator::thread_rank() / 128u;
   if (which < 1 || which > 15) emulator::fail("hardware barrier %d: a warpgroup may have 1 to 15", which);
+  const unsigned phase = meetings.phase[which], warpgroup = emulator::thread_rank() / 128u;
   if (meetings.count[which] == 0) meetings.warpgroup[which] = warpgroup;
   if (meetings.warpgroup[which] != warpgroup)
     emulator::fail("warpgroups %u and %u meet at hardware barrier %d", meetings.warpgroup[which], warpgroup,
