@@ -167,7 +167,7 @@ def random_call(asked: Sequence[Problem], convolution: Convolution, like: Tensor
         trials = executor.Trials(
             executor.OPERANDS[Pass.FORWARD], ((y_shape, problem.output),), like, addresses, keep=False
         )
-        theirs: Callable[[], object] = partial(pytorch_ops.forward, x, w, bias, convolution)
+        theirs: partial[Any] = partial(pytorch_ops.forward, x, w, bias, convolution)
     else:
         dy = random(y_shape, problem.output)
         dx, dw, db = (wanted.get(which) for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
@@ -180,7 +180,7 @@ def random_call(asked: Sequence[Problem], convolution: Convolution, like: Tensor
         trials = executor.Trials(executor.BACKWARD, layouts, like, operands)
         asks = tuple(layout is not None for layout in layouts)
         theirs = partial(pytorch_ops.backward, dy, x, w, asks, problem.input_size, g.kernel, convolution)
-    return choosing.Call(wanted, executor.device_of(like), like, trials.prepare, theirs)
+    return choosing.Call(wanted, executor.device_of(like), like, trials.prepare, theirs, lambda: trials.results)
 
 
 def _under_autocast(tensor: Any, kind: str) -> Any:

@@ -4,7 +4,8 @@ Offers are timed at the first call of a layer if `torch.backends.cudnn.benchmark
 for this, if nobody has calibrated the GPU, or if the least predicted time is one that nobody has confirmed by
 measuring: that of a kernel with derived rates, or PyTorch's. The winner is stored on disk (`planning/winners.py`), so
 that later calls, in this and in other processes, take the same one and give the same bits; `tune` stores winners too.
-Nothing is timed while a CUDA graph is captured or if memory is short: then the prediction decides.
+Nothing is timed while a CUDA graph is captured or if memory is short: then the prediction decides. Before a kernel is
+timed, its result is compared with that of PyTorch's operator (`examining`); a kernel that is wrong does not win.
 
 PyTorch's operator is one of the offers, unless the caller asked for this library's kernels (`use_backend("cuda")`) or
 for deterministic algorithms.
@@ -17,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -32,7 +35,8 @@ from ..planning.problem import Device, Plan
 from ..planning.winners import Timing, Winner
 from .backend import Backend, current_backend
 from .clock import L2_FLUSH_BYTES, Stopwatch, Timer
-from .measuring import Candidate, Run, Trial, race
+from .examining import Examiner, Results, Theirs
+from .measuring import BUDGET_MS, Candidate, Run, Trial, race
 
 MEASURE = "TCONV3D_MEASURE"  # the environment variable with the initial choice of `measure_offers`
 BEST = 3  # covers of this library's kernels that are timed, besides PyTorch's operator
@@ -122,7 +126,8 @@ class Call:
     device: Device
     like: Tensor  # a tensor of the call, on its device
     prepare: Callable[[Plan], Run]  # compiles a plan and returns a function that runs it on the call's tensors
-    theirs: Run  # runs PyTorch's operator on the call's tensors
+    theirs: Theirs  # runs PyTorch's operator on the call's tensors
+    results: Callable[[], Results]  # returns what runs of plans write, in the order of PyTorch's results
 
 
 class Choice(NamedTuple):
@@ -193,9 +198,9 @@ def measure_all(call: Call, settings: Settings, most: int, clock: Timer, budget_
     with planner.meeting(wanted, device):
         offers = _offers(planner.answers(wanted, device, settings[1]))
         covers = _contenders(wanted, device, offers, most)
-        trials = race([_candidate(call, cover) for cover in covers], clock, cuda, budget_ms, runs=1)
+        trials = race(_candidates(call, covers), clock, cuda, budget_ms, runs=1)
         winner = _winner(covers, trials, wanted, device)
-        if winner is not None:
+        if winner is not None and winner.timings:
             winners.replace_with(_entry(wanted, device, offers, settings, cuda), winner)
     return trials
 
@@ -240,28 +245,52 @@ def _measured_first(call: Call, offers: Sequence[Offer], entry: str) -> Winner |
     try:
         with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext(), torch.no_grad():
             stopwatch = _clock or Stopwatch(like.device)
-            trials = race([_candidate(call, cover) for cover in covers], stopwatch, like.is_cuda)
+            trials = race(_candidates(call, covers), stopwatch, like.is_cuda)
     except torch.OutOfMemoryError:  # there was no room for the memory that flushes the L2 cache
         return None
     winner = _winner(covers, trials, wanted, device)
-    if winner is None or any(trial.short_of_memory for trial in trials):
+    if winner is None or not winner.timings or any(trial.short_of_memory for trial in trials):
         return winner
     return winners.keep_first(entry, winner)
 
 
 def _winner(covers: Sequence[Cover], trials: Sequence[Trial], wanted: Wanted, device: Device) -> Winner | None:
+    """Returns the fastest cover, or None if fewer than two were timed and the prediction may decide.
+
+    It may not if a kernel's result was wrong. PyTorch's operator wins then, if nothing else was timed.
+    """
     timed = sorted((trial.ms, number) for number, trial in enumerate(trials) if trial.times)
-    if len(timed) < 2:
+    wrong = [trial for trial in trials if trial.wrong]
+    for trial in wrong:
+        warnings.warn(
+            f"tconv3d does not use the kernel {trial.name} for a layer, because {trial.why_not} "
+            f"({_where(wanted, device)}). Please report this with the output of `tconv3d info`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if len(timed) < 2 and not wrong:
         return None
+    fastest = timed[0][1] if timed else next(i for i, cover in enumerate(covers) if cover[0].kernel == PYTORCH)
     timings = tuple(Timing(trials[number].name, 1e3 * ms) for ms, number in timed)
-    return Winner(winners.parts(covers[timed[0][1]]), timings, _where(wanted, device))
+    return Winner(winners.parts(covers[fastest]), timings, _where(wanted, device))
 
 
-def _candidate(call: Call, cover: Cover) -> Candidate:
+def _candidates(call: Call, covers: Sequence[Cover]) -> list[Candidate]:
+    """Returns the covers as candidates, whose results are examined if PyTorch's operator is one that can be timed."""
+    theirs = [cover[0].microseconds / 1e3 for cover in covers if cover[0].kernel == PYTORCH]
+    examined = any(isinf(expected) or 2 * expected <= BUDGET_MS for expected in theirs)
+    examine = Examiner(call.results, call.theirs) if examined else None
+    return [_candidate(call, cover, examine) for cover in covers]
+
+
+def _candidate(call: Call, cover: Cover, examine: Examiner | None) -> Candidate:
     def prepare() -> Run:
         if cover[0].kernel == PYTORCH:
             return call.theirs
-        return call.prepare(planner.plan_of(cover, call.wanted, call.device))
+        run = call.prepare(planner.plan_of(cover, call.wanted, call.device))
+        if examine is not None:
+            examine(run)
+        return run
 
     return Candidate(winners.name_of(cover), prepare, sum(offer.microseconds for offer in cover) / 1e3)
 
@@ -279,11 +308,15 @@ def _capturing(like: Tensor) -> bool:
 
 
 def _room(call: Call) -> bool:
-    """Returns whether there is memory for the results of two candidates, a workspace and flushing the L2 cache."""
+    """Returns whether there is memory for three sets of results, a workspace and flushing the L2 cache.
+
+    The results are those of a candidate, of PyTorch's operator as it is timed, and those that candidates are compared
+    with.
+    """
     if not call.like.is_cuda:
         return True
     results = sum(problem.bytes for problem in call.wanted.values())  # the operands are counted too
-    return _free_bytes(call.like.device) >= 2 * results + call.device.workspace_bytes + L2_FLUSH_BYTES
+    return _free_bytes(call.like.device) >= 3 * results + call.device.workspace_bytes + L2_FLUSH_BYTES
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -28,6 +28,7 @@ from . import choosing, kept, problems, pytorch_ops
 from .backend import Backend, current_backend
 from .checks import Convolution
 from .choosing import Settings
+from .examining import Theirs
 from .problems import Asked, Layout, OperandAddresses, Tail, tf32_of
 from .pytorch_ops import statistics_dtype
 
@@ -319,11 +320,11 @@ def _forward_task(
         names, addresses = tail.among(names), (*addresses, *tail.addresses)
     statistics = None if norm is None else ((2, input.shape[0], norm.groups), statistics_dtype(input.dtype))
 
-    def theirs() -> object:
-        if norm is None:
-            return pytorch_ops.forward(input, weight, bias, convolution, relu)
-        return pytorch_ops.forward_with_statistics(input, weight, bias, norm.groups, norm.eps, convolution)
-
+    if norm is None:
+        theirs: Theirs = functools.partial(pytorch_ops.forward, input, weight, bias, convolution, relu)
+    else:
+        described = norm.groups, norm.eps, convolution
+        theirs = functools.partial(pytorch_ops.forward_with_statistics, input, weight, bias, *described)
     dtype = None if tail is None else tail.per_position
     trials = Trials(names, (layout,), input, addresses, keep, statistics, dtype)
     return _decide(key, {problem.which: problem}, trials, theirs, settings)
@@ -366,7 +367,7 @@ def _decide(
     key: tuple[Any, ...],
     wanted: dict[Pass, Problem],
     trials: Trials,
-    theirs: Callable[[], object],
+    theirs: Theirs,
     settings: Settings,
     thrifty: Callable[[Device], Plan] | None = None,
 ) -> Task:
@@ -375,7 +376,7 @@ def _decide(
     `thrifty` makes the plan that takes over if memory is short.
     """
     like, device = trials.like, device_of(trials.like)
-    call = choosing.Call(wanted, device, like, trials.prepare, theirs)
+    call = choosing.Call(wanted, device, like, trials.prepare, theirs, lambda: trials.results)
     plan, final = choosing.plan(call, settings)
     if plan.aten:
         task = Task(trials.layouts, 0, _nothing, theirs=True)
@@ -510,7 +511,7 @@ def _gradient_task(
     asked: Asked,
     like: Tensor,
     addresses: Addresses,
-    theirs: Callable[[], object],
+    theirs: Theirs,
     settings: Settings,
 ) -> Task:
     """Returns the task of one gradient. Sums are split to fill the GPU, unless memory is short (`Task.less`)."""

@@ -24,12 +24,16 @@ HOPELESS = 1.5  # a candidate that took so many times the best is not run again
 Run = Callable[[], object]
 
 
+class WrongResult(RuntimeError):
+    """Raised when a candidate is prepared whose result is wrong, so that it is not timed."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Describes one way to compute something."""
 
     name: str
-    prepare: Callable[[], Run]  # returns a function that runs once
+    prepare: Callable[[], Run]  # returns a function that runs once, or raises an error if there is none
     expected_ms: float = inf  # predicted milliseconds; infinite if there is no prediction
 
 
@@ -41,6 +45,7 @@ class Trial:
     times: list[float] = field(default_factory=list)
     why_not: str = ""
     short_of_memory: bool = False
+    wrong: bool = False  # the candidate gave a wrong result
 
     @property
     def ms(self) -> float:
@@ -49,7 +54,7 @@ class Trial:
 
 
 def attempt(name: str, time_it: Callable[[], float], cuda: bool) -> Trial:
-    """Returns the first time of a candidate, or why there is none: it failed, or memory is short.
+    """Returns the first time of a candidate, or why there is none: an error, a wrong result, or too little memory.
 
     An error is raised if the GPU has become unusable.
     """
@@ -57,10 +62,11 @@ def attempt(name: str, time_it: Callable[[], float], cuda: bool) -> Trial:
         return Trial(name, [time_it()])
     except RuntimeError as error:
         why, short = str(error).partition("\n")[0][:200], isinstance(error, torch.OutOfMemoryError)
+        wrong = isinstance(error, WrongResult)
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
-    return Trial(name, why_not=why, short_of_memory=short)
+    return Trial(name, why_not=why, short_of_memory=short, wrong=wrong)
 
 
 def race(

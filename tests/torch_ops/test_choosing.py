@@ -299,7 +299,9 @@ def test_room_is_for_results_workspace_and_flushing(free: int, room: bool, monke
     monkeypatch.setattr(choosing, "_free_bytes", lambda device: free)
     like = type("OnGpu", (), {"is_cuda": True, "device": torch.device("cuda", 0)})()
     problem = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(layer(), SHAPE))[0]
-    call = choosing.Call({problem.which: problem}, GPUS["H200"].device, like, lambda plan: lambda: None, lambda: None)
+    call = choosing.Call(
+        {problem.which: problem}, GPUS["H200"].device, like, lambda plan: lambda: None, partial(int), list
+    )
     assert choosing._room(call) is room
 
 
