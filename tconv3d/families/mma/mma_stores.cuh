@@ -166,96 +166,135 @@ struct MmaStores {
     return column < kAtOnce && column_tile < C::kTilesN && channel < C::kOuts ? channel : C::kOuts;
   }
 
-  // A line of outputs of every column in shared memory, and the lanes that store it: `lanes` lanes share one
-  // column, and the warp stores `columns` columns at a time.
-  struct Line {
-    Out* to;  // the line's first output, of the group's first channel
-    const Out* from;
-    int length, own, lanes, column, columns, first_tile;
+  // Where a line of outputs lies in y: the offset of its first output, for the group's first channel, and the
+  // number of its outputs, which is 0 for lines outside of y. Places are listed in shared memory once for
+  // each tile, behind the columns, because finding one takes longer than storing a line.
+  struct alignas(16) Place {
+    long long offset;
+    int length;
   };
-
-  // Stores a line by accesses of kWidth outputs each, which are aligned. Several columns are read from shared
-  // memory before the first of them is stored.
-  template <int kWidth>
-  __device__ __forceinline__ void store_vectors(const Line& line) const {
-    constexpr int kBatch = 4;
-    const Args& args = tile.args;
-    for (int i = kWidth * line.own; i < line.length; i += kWidth * line.lanes) {
-#pragma unroll 1
-      for (int k = line.column; k < kAtOnce; k += kBatch * line.columns) {
-        Vector<Out, kWidth> values[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int column = k + b * line.columns < kAtOnce ? k + b * line.columns : k;
-          values[b] = load_vector<kWidth>(line.from + column * args.store_pitch + i);
-        }
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int channel = channel_of(k + b * line.columns, line.first_tile);
-          if (channel < C::kOuts) store_vector(line.to + channel * args.y_strides.c + i * kStepW, values[b]);
-        }
-      }
-    }
+  __device__ __forceinline__ Place* places() const {
+    return reinterpret_cast<Place*>(staged + kAtOnce * tile.args.store_pitch);
   }
 
-  // Stores a line of 16-bit outputs that begins anywhere: two at once where they form one aligned word.
-  __device__ __forceinline__ void store_pairs(const Line& line) const {
-    for (int k = line.column; k < kAtOnce; k += line.columns) {
-      const int channel = channel_of(k, line.first_tile);
-      if (channel >= C::kOuts) continue;
-      Out* const to = line.to + channel * tile.args.y_strides.c;
-      const Out* const from = line.from + k * tile.args.store_pitch;
-      const int odd = static_cast<int>(reinterpret_cast<unsigned long long>(to) / sizeof(Out) % 2);
-      for (int i = 2 * line.own - odd; i < line.length; i += 2 * line.lanes) {
-        if (i >= 0 && i + 1 < line.length) {
-          store_vector(to + i, Vector<Out, 2>{from[i], from[i + 1]});
-        } else {
-          const int single = i < 0 ? 0 : i;
-          to[single] = from[single];
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store_columns(int first_tile) const {
+  __device__ __forceinline__ void list_places(int lines) const {
     const Args& args = tile.args;
-    const int lines = args.tile_n * args.tile.d * args.tile.h, warp = threadIdx.x / 32;
-    const int lanes = args.store_lanes, whole = args.tile.w * kPhasesW;
-    for (int i = warp; i < lines * kOuter; i += C::kThreads / 32) {
+    const int whole = args.tile.w * kPhasesW;
+    for (int i = threadIdx.x; i < lines * kOuter; i += C::kThreads) {
       const int f = kOuter == 1 ? 0 : i / lines * kPhasesW, of_phase = kOuter == 1 ? i : i % lines;
       const auto at = tile.output(tile.on_line(of_phase, 0), f);
-      if (!at.exists) continue;
       const int left = (args.y_size.w - at.w + kStepW - 1) / kStepW;
-      const Line line{outputs() + at.n * args.y_strides.n +
-                          static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c +
-                          at.d * args.y_strides.d + at.h * args.y_strides.h + at.w,
-                      staged + i * args.store_line,
-                      left < whole ? left : whole,
-                      lane & (lanes - 1),
-                      lanes,
-                      lane / lanes,
-                      32 / lanes,
-                      first_tile};
+      places()[i] = {at.n * args.y_strides.n + at.d * args.y_strides.d + at.h * args.y_strides.h + at.w,
+                     !at.exists     ? 0
+                     : left < whole ? left
+                                    : whole};
+    }
+  }
+
+  // Columns that a lane stores together: several are read from shared memory before the first of them is
+  // stored. `lanes` lanes share a line of a column, of which this lane is number `own`.
+  static constexpr int kBatch = 4;
+  struct Columns {
+    Out* to[kBatch];  // a column's channel in y, or null
+    const Out* from[kBatch];
+    int own, lanes;
+  };
+
+  // Stores a line of each column by accesses of kWidth outputs, which are aligned.
+  template <int kWidth>
+  __device__ __forceinline__ void store_vectors(const Columns& columns, const Place& place, int line) const {
+    for (int i = kWidth * columns.own; i < place.length; i += kWidth * columns.lanes) {
+      Vector<Out, kWidth> values[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (columns.to[b] != nullptr) values[b] = load_vector<kWidth>(columns.from[b] + line + i);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (columns.to[b] != nullptr) store_vector(columns.to[b] + place.offset + i * kStepW, values[b]);
+      }
+    }
+  }
+
+  // Stores a line of 16-bit outputs of each column that begins anywhere: two outputs at once where they form
+  // one aligned word.
+  __device__ __forceinline__ void store_pairs(const Columns& columns, const Place& place, int line) const {
+    for (int i = 2 * columns.own; i <= place.length; i += 2 * columns.lanes) {
+      Vector<Out, 2> values[kBatch];
+      int first[kBatch];  // the first output of the word, or -1 if it lies before the line
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const auto address = reinterpret_cast<unsigned long long>(columns.to[b] + place.offset);
+        first[b] = i - static_cast<int>(address / sizeof(Out) % 2);
+        const int second = first[b] + 1 < place.length ? first[b] + 1 : place.length - 1;
+        if (columns.to[b] == nullptr || place.length == 0) continue;
+        const Out* const from = columns.from[b] + line;
+        values[b] = {from[first[b] < 0 ? 0 : first[b] < place.length ? first[b] : second], from[second]};
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (columns.to[b] == nullptr || first[b] >= place.length) continue;
+        Out* const to = columns.to[b] + place.offset;
+        if (first[b] < 0) {
+          if (place.length > 0) to[0] = values[b].at[1];
+        } else if (first[b] + 1 < place.length) {
+          store_vector(to + first[b], values[b]);
+        } else {
+          to[first[b]] = values[b].at[0];
+        }
+      }
+    }
+  }
+
+  // Stores all lines of some columns; kWidth is 0 for pairs. Every warp has some lines.
+  template <int kWidth>
+  __device__ __forceinline__ void store_all_lines(const Columns& columns, int lines) const {
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < lines * kOuter; i += C::kThreads / 32) {
+      const Place place = places()[i];
+      if constexpr (kWidth == 0) {
+        store_pairs(columns, place, i * tile.args.store_line);
+      } else {
+        store_vectors<kWidth>(columns, place, i * tile.args.store_line);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_columns(int first_tile, int lines) const {
+    const Args& args = tile.args;
+    const int lanes = args.store_lanes, step = 32 / lanes;
+    Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c;
+#pragma unroll 1
+    for (int k = lane / lanes; k < kAtOnce; k += kBatch * step) {
+      Columns columns;
+      columns.own = lane & (lanes - 1);
+      columns.lanes = lanes;
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int column = k + b * step, channel = channel_of(column, first_tile);
+        columns.to[b] = channel < C::kOuts ? y + channel * args.y_strides.c : nullptr;
+        columns.from[b] = staged + column * args.store_pitch;
+      }
       constexpr int kWide = kStepW == 1 ? kVector : 1, kHalf = kWide > 1 ? kWide / 2 : 1;
       if (kWide > 1 && args.store_width == kWide) {
-        store_vectors<kWide>(line);
+        store_all_lines<kWide>(columns, lines);
       } else if (kHalf > 1 && args.store_width == kHalf) {
-        store_vectors<kHalf>(line);
-      } else if constexpr (sizeof(Out) == 4 || kStepW > 1) {
-        store_vectors<1>(line);
+        store_all_lines<kHalf>(columns, lines);
       } else {
-        store_pairs(line);
+        store_all_lines<sizeof(Out) == 4 || kStepW != 1 ? 1 : 0>(columns, lines);
       }
     }
   }
 
   __device__ __forceinline__ void store_lines(const Sums& sums) const {
+    const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
     static_for<(C::kTilesN + C::kStoreTiles - 1) / C::kStoreTiles>([&](auto i) {
       constexpr int kFirst = decltype(i)::value * C::kStoreTiles;
       __syncthreads();  // no thread still reads this shared memory
+      if constexpr (kFirst == 0) list_places(lines);
       put_together<kFirst>(sums);
       __syncthreads();
-      store_columns(kFirst);
+      store_columns(kFirst, lines);
     });
   }
 };

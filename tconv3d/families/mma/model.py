@@ -65,6 +65,7 @@ OTHER_REGISTERS = 56  # registers per thread for addresses and counters
 JOB_REGISTERS = (0, 0, 12, 14, 26)  # registers per thread for words copied through registers, by kind of copy
 PAIR_REGISTERS = (0, 0, 0, 10, 19)  # registers per thread for a second pair of positions, by kind of copy
 STORE_BYTES = 49152  # bytes of shared memory that stage stores; at least one column tile of each warp is staged
+PLACE_BYTES = 16  # bytes of shared memory for the place of a line in y
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system reserves per block
 MAX_CODE = 640  # matrix instructions in the unrolled code of a row of taps
 MAX_STEP_CODE = 400  # matrix instructions in the unrolled code of a step with several rows of taps
@@ -192,15 +193,26 @@ class Candidate:
         return self.work.side.gathers[2].phases if self.work.unrolled else 1
 
     @property
+    def store_vector(self) -> int:
+        """Neighbouring outputs that a lane writes to shared memory at a time: kVector of mma_stores.cuh."""
+        own, most = self.build.tiles_m * self.store_phases, 16 // self.out_bytes
+        return most if own % most == 0 else 4 if own % 4 == 0 else 2 if own % 2 == 0 else 1
+
+    @property
     def store_line(self) -> int:
-        """Elements from line to line of y staged in shared memory: an odd multiple of 16 bytes."""
-        return (-(-self.box.tile[2] * self.store_phases * self.out_bytes // 16) | 1) * 16 // self.out_bytes
+        """Elements from line to line of y staged in shared memory.
+
+        They are an odd multiple of what a lane writes at a time, of a bank at least. A warp writes 8 lines of 4
+        columns, and columns are odd multiples of 16 bytes apart: no two lanes then write to one bank.
+        """
+        unit = max(4, self.store_vector * self.out_bytes)
+        return (-(-self.box.tile[2] * self.store_phases * self.out_bytes // unit) | 1) * unit // self.out_bytes
 
     @property
     def store_pitch(self) -> int:
         """Elements from column to column of y staged in shared memory: an odd multiple of 16 bytes."""
         lines = self.box.lines * (len(self.work.inner.phases) // self.store_phases)
-        return (lines * self.store_line * self.out_bytes // 16 | 1) * 16 // self.out_bytes
+        return (-(-lines * self.store_line * self.out_bytes // 16) | 1) * 16 // self.out_bytes
 
     @property
     def store_tiles(self) -> int:
@@ -212,7 +224,8 @@ class Candidate:
     def store_bytes(self) -> int:
         if self.work.side.y[4] != 1:
             return 0
-        return 8 * self.build.warps_n * self.store_pitch * self.out_bytes * self.store_tiles
+        columns = 8 * self.build.warps_n * self.store_pitch * self.out_bytes * self.store_tiles
+        return columns + PLACE_BYTES * self.box.lines * (len(self.work.inner.phases) // self.store_phases)
 
     @property
     def copy_bytes(self) -> int:
