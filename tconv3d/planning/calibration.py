@@ -38,6 +38,7 @@ INSTRUCTIONS = 0.7  # per operation of a program over channels; a softmax has 12
 SHARING = 4  # lanes that share the channels of a position
 LANES = 128  # instructions that a multiprocessor issues per cycle, each for one lane
 DERIVED_SURCHARGE = 1.2  # price over predicted time of a kernel with derived rates, unless these say another
+CONTIGUOUS, ODD_LINES = "contiguous", "odd lines"  # layouts in the names of kinds
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
 # Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
 # microsecond, half the memory bandwidth of 4.27 MB/us, and 78 us for 1e9 products, half the float32 rate.
@@ -64,11 +65,17 @@ def terms(problem: Problem, work: Work) -> dict[str, float]:
 
 
 def kind_of(problem: Problem) -> str:
-    """Returns pass, type and memory layout as one text, the key of a kernel's rates."""
+    """Returns pass, type and memory layout as one text, the key of a kernel's rates.
+
+    Contiguous tensors with lines of odd length are a layout of their own: kernels copy and store such lines by
+    smaller accesses.
+    """
     strict = problem.dtype == "float32" and not problem.tf32
     dtype = "strict" if strict else "16 bit" if problem.item_bytes == 2 else problem.dtype
-    strides = problem.input if problem.which is not Pass.BIAS_GRAD else problem.output
-    layout = "channels last" if is_channels_last(strides) else "contiguous"
+    bias = problem.which is Pass.BIAS_GRAD
+    odd = problem.output_size[2] % 2 or (not bias and problem.input_size[2] % 2)
+    last = is_channels_last(problem.output if bias else problem.input)
+    layout = "channels last" if last else ODD_LINES if odd else CONTIGUOUS
     return f"{problem.which.value}, {dtype}, {layout}"
 
 
@@ -120,31 +127,38 @@ def rates_of(kernel: str, kind: str, device: Device, tensor_cores: bool = True) 
 def _fitted(name: str, kernel: str, kind: str) -> dict[str, Any] | None:
     """Returns what is stored for a kernel on a GPU: the fit to times of this kind, else the fit to all its times.
 
-    Derived rates stand in for a kind, or for a kernel, that has no measured times.
+    Derived rates stand in for a kind, or for a kernel, that has no measured times. Those of contiguous tensors stand
+    in for odd lines.
     """
     kinds, others = measured(name).get(kernel, {}), derived(name).get(kernel, {})
-    found: dict[str, Any] | None = kinds.get(kind) or others.get(kind) or kinds.get("any") or others.get("any")
-    return found
+    near = kind.replace(ODD_LINES, CONTIGUOUS)
+    found: dict[str, Any] | None = (
+        kinds.get(kind) or others.get(kind) or kinds.get(near) or others.get(near) or kinds.get("any")
+    )
+    return found or others.get("any")
 
 
 def has_rates(kernel: str, kind: str, device: Device) -> bool:
     """Returns whether times of this kind have been measured, on this GPU or on the one whose rates are scaled."""
     gpu = gpus.known(device)
     name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
-    return kind in measured(name).get(kernel, {})
+    kinds = measured(name).get(kernel, {})
+    return kind in kinds or kind.replace(ODD_LINES, CONTIGUOUS) in kinds
 
 
-def surcharge(kernel: str, device: Device) -> float:
+def surcharge(kernel: str, device: Device, kind: str = "") -> float:
     """Returns the factor from a kernel's predicted time to its price: infinite if the kernel has no rates.
 
-    A kernel without rates wins only if it is timed on the caller's tensors, or if no other takes the call.
+    A kernel without rates wins only if it is timed on the caller's tensors, or if no other takes the call. A kind
+    with derived rates has a surcharge even if other kinds of the kernel were measured.
     """
     gpu = gpus.known(device)
     name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
-    if kernel in measured(name):
+    kinds, others = measured(name).get(kernel, {}), derived(name).get(kernel, {})
+    if kind in kinds or (kinds and kind not in others):
         return 1.0
-    found = derived(name).get(kernel)
-    return inf if found is None else float(found.get("any", {}).get("surcharge", DERIVED_SURCHARGE))
+    found = others.get(kind) or others.get("any", {})
+    return float(found.get("surcharge", DERIVED_SURCHARGE)) if others else inf
 
 
 def calibrated(device: Device) -> bool:
@@ -160,7 +174,8 @@ def largest_error(kernel: str, kind: str, device: Device) -> float | None:
     """
     gpu = gpus.known(device)
     kinds = {} if gpu is None else measured(gpu.device.name).get(kernel, {})
-    return kinds[kind].get("largest_error") if kind in kinds else None
+    found = kinds.get(kind) or kinds.get(kind.replace(ODD_LINES, CONTIGUOUS)) or {}
+    return found.get("largest_error")
 
 
 def scaled(

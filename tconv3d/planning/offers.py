@@ -119,7 +119,7 @@ def alone(
     if refusal := why_not(problem, device):
         return Refusal(kernel, passes, refusal)
     make = partial(plan, problem, device)
-    factor = calibration.surcharge(kernel, device)
+    factor = calibration.surcharge(kernel, device, calibration.kind_of(problem))
     counted = partial(_with_program, work, problem, device)
     return Offer(kernel, passes, problem, device, counted, make, surcharge=factor)
 

@@ -2,7 +2,7 @@
 
 For layers of the benchmark and random ones, in several types and layouts, every offer for the forward pass and for
 the backward pass is compiled, run once and timed; so is PyTorch's operator. The rates of a kernel are those that
-predict its times best: least squares of the relative errors, no rate below zero, for each pass, type and layout that
+predict its times best: the least mean relative error, no rate below zero, for each pass, type and layout that
 has enough measured times. The file that is written is what `planning/calibration.py` reads.
 
 `--pytorch FILE ...` measures nothing: it fits PyTorch's rates alone, to the times in results of `tconv3d bench`, and
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
@@ -45,10 +45,11 @@ from ..torch_ops.clock import Clock, Timer
 from ..torch_ops.problems import DTYPES as DTYPE_NAMES
 from . import halo_model
 from .arguments import integer
-from .bench.layers import LAYERS, Layer, random_layers
+from .bench.layers import CLASSES, LAYERS, Layer, random_layers
 from .bench.precision import precision
 from .bench.problems import problems_of_layer
 from .bench.results import Row, describe_machine, read
+from .bench.wide import wide_layers
 
 KINDS = (
     ("tf32", "contiguous"),
@@ -61,7 +62,10 @@ ERRORS = (
     "typical_error is the median of |ln(predicted / measured)|; largest_error is the factor within which 95% of the "
     "measured times are"
 )
+Work: TypeAlias = tuple[str, Layer, str, str]  # name, layer, precision and memory layout
 LEAST_TIMES = 6  # measured times of a kind from which it gets rates of its own
+REWEIGHTED = 30  # rounds of least squares in a fit
+SMALL_ERROR = 0.02  # error of a logarithm below which rows have equal weights
 HOPELESS = 4.0  # An offer predicted to take so many times the least is not worth compiling.
 
 
@@ -75,6 +79,7 @@ class Timed:
     passes: tuple[str, ...]
     terms: dict[str, float]
     microseconds: float
+    predicted: float = math.nan  # microseconds, by the rates at the time of the measurement
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,11 @@ class Candidate:
     dtype: str
     wanted: dict[Pass, Problem]
     kernel: str
-    problem: Problem
+    kind: str  # kind of the rates that predict its time
     passes: tuple[Pass, ...]
     terms: dict[str, float]
     plan: Plan
+    predicted: float  # microseconds, by the present rates
 
 
 def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) -> list[Candidate]:
@@ -105,27 +111,36 @@ def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) ->
                 if o.microseconds <= HOPELESS * least and math.isfinite(o.microseconds):
                     amount = terms(o.problem, o.work())
                     label = f"{name} {dtype} {layout}"
-                    found.append(Candidate(label, dtype, wanted, o.kernel, o.problem, o.passes, amount, o.plan()))
+                    kind = o.kind or kind_of(o.problem)
+                    found.append(
+                        Candidate(label, dtype, wanted, o.kernel, kind, o.passes, amount, o.plan(), o.microseconds)
+                    )
     launches = {(launch.kernel, launch.constants) for each in found for launch in each.plan.launches}
     compile_all(tuple(sorted(launches, key=repr)), compiler.architecture(device.capability))
     return found
 
 
-def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Candidate]:
+def chosen_work(count: int, seed: int, wide: int) -> list[Work]:
+    """Returns the named layers and `count` random ones in all kinds, and `wide` of any geometry in a kind of each."""
+    layers = {**LAYERS, **CLASSES, **random_layers(count, seed)}
+    found = [(name, layer, *kind) for (name, layer), kind in itertools.product(layers.items(), KINDS)]
+    precisions, layouts = (list(dict.fromkeys(names)) for names in zip(*KINDS, strict=True))
+    drawn = wide_layers(wide, seed, precisions, layouts)
+    return found + [(name, layer, *kind) for name, (layer, kind) in drawn.items()]
+
+
+def prepare_all(work: Sequence[Work], console: Console) -> list[Candidate]:
     """Plans and compiles in a process for each core."""
     device = executor.device_of(torch.empty(0, device="cuda"))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
-        waiting = [
-            pool.submit(prepare, name, layer, *kind, device)
-            for (name, layer), kind in itertools.product(layers.items(), kinds)
-        ]
+        waiting = [pool.submit(prepare, *each, device) for each in work]
         return [each for future in track(waiting, "compiling", console=console) for each in future.result()]
 
 
-def measure(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Timed]:
+def measure(work: Sequence[Work], console: Console) -> list[Timed]:
     """Times every candidate, and PyTorch's operator for each set of passes that a candidate computes."""
-    found = prepare_all(layers, kinds, console)
+    found = prepare_all(work, console)
     clock = Clock(0.004)
     rows: list[Timed] = []
     calls = [list(each) for _, each in itertools.groupby(found, key=lambda each: (each.layer, tuple(each.wanted)))]
@@ -144,7 +159,8 @@ def _measure_call(same: Sequence[Candidate], clock: Timer, device: str = "cuda")
         call = _random_call(wanted, device)
         for each in same:
             ms = clock(call.prepare(each.plan))
-            yield _timed(name, each.kernel, each.problem, each.passes, each.terms, ms)
+            values = tuple(which.value for which in each.passes)
+            yield Timed(name, each.kernel, each.kind, values, each.terms, 1e3 * ms, each.predicted)
         del call  # frees its tensors
         for passes in dict.fromkeys((tuple(wanted), *((w,) for w in wanted if w is not Pass.BIAS_GRAD))):
             asked = {which: wanted[which] for which in passes}
@@ -162,12 +178,6 @@ def _random_call(wanted: Wanted, device: str) -> Call:
     )
     settings = stride, padding, output_padding, problem.geometry.groups, dilation
     return random_call(tuple(wanted.values()), settings, torch.empty(0, dtype=dtype, device=device))
-
-
-def _timed(
-    name: str, kernel: str, problem: Problem, passes: tuple[Pass, ...], amount: dict[str, float], ms: float
-) -> Timed:
-    return Timed(name, kernel, kind_of(problem), tuple(which.value for which in passes), amount, 1e3 * ms)
 
 
 def timed_pytorch(name: str, wanted: Wanted, ms: float) -> Timed:
@@ -210,7 +220,7 @@ def fit(rows: Iterable[Timed]) -> dict[str, dict[str, Any]]:
 
 
 def fit_rates(rows: Sequence[Timed]) -> dict[str, Any]:
-    """The non-negative rates with the least relative error. There are four terms, so every subset is tried; with
+    """The positive rates with the least mean relative error. There are four terms, so every subset is tried; with
     the cycles of the kernel's model, if it has one: else layers with many more cycles than those measured would cost
     no more than they.
     """
@@ -220,8 +230,8 @@ def fit_rates(rows: Sequence[Timed]) -> dict[str, Any]:
         for subset in itertools.combinations(used, count):
             if "kilocycles" in used and "kilocycles" not in subset:
                 continue
-            rates = _least_squares(rows, subset)
-            if rates is not None and (error := _error(rows, rates)) < best[0] * 0.98:  # fewer terms, if as good
+            rates = _fitted_rates(rows, subset)
+            if rates is not None and (error := _error(rows, rates)) < best[0] * 0.98 - 1e-9:
                 best = error, rates
     error, rates = best
     errors = sorted(abs(math.log(predict(row, rates) / row.microseconds)) for row in rows)
@@ -238,22 +248,31 @@ def predict(row: Timed, rates: Mapping[str, float]) -> float:
 
 
 def _error(rows: Sequence[Timed], rates: Mapping[str, float]) -> float:
-    return math.sqrt(statistics.mean(math.log(predict(row, rates) / row.microseconds) ** 2 for row in rows))
+    """Returns the mean error of the predictions' logarithms, to which a few rows that fit badly add little."""
+    return statistics.mean(abs(math.log(predict(row, rates) / row.microseconds)) for row in rows)
 
 
-def _least_squares(rows: Sequence[Timed], subset: Sequence[str]) -> dict[str, float] | None:
+def _fitted_rates(rows: Sequence[Timed], subset: Sequence[str]) -> dict[str, float] | None:
+    """Returns the rates with the least mean error, by least squares with weights that fall with a row's error."""
     matrix = torch.tensor([[row.terms[t] / row.microseconds for t in subset] for row in rows], dtype=torch.float64)
     if matrix.shape[0] < matrix.shape[1]:
         return None
-    solution = torch.linalg.lstsq(matrix, torch.ones(len(rows), 1, dtype=torch.float64), driver="gelsd").solution
-    rates = dict(zip(subset, solution[:, 0].tolist(), strict=True))
-    return rates if min(rates.values()) > 0 else None
+    weights, rates = torch.ones(len(rows), 1, dtype=torch.float64), None
+    for _ in range(REWEIGHTED):
+        found = torch.linalg.lstsq(matrix * weights, weights, driver="gelsd").solution
+        if found.min() <= 0:
+            break
+        rates = dict(zip(subset, found[:, 0].tolist(), strict=True))
+        error = torch.log(torch.clamp(matrix @ found, min=1e-6)).abs()
+        weights = 1 / torch.clamp(error, min=SMALL_ERROR).sqrt()
+    return rates
 
 
 def add(commands: Any) -> None:
     """The command's flags."""
     parser = commands.add_parser("calibrate", help="measure every kernel's offers on this GPU and fit their rates")
     parser.add_argument("--layers", type=integer(0), default=40, metavar="N", help="random layers beside named ones")
+    parser.add_argument("--wide", type=integer(0), default=60, metavar="N", help="random layers of any geometry")
     parser.add_argument("--seed", type=integer(0), default=7, metavar="N")
     goal = parser.add_mutually_exclusive_group(required=True)
     goal.add_argument("--out", type=Path, metavar="FILE", help="where the fitted rates go")
@@ -283,18 +302,18 @@ def _run(arguments: argparse.Namespace) -> int:
             raise RuntimeError("the halo kernel runs on GPUs of compute capability 9.0 alone")
         halo_model.calibrate(arguments.models, arguments.layers, arguments.seed, Console(), arguments.samples)
         return 0
-    calibrate(arguments.out, arguments.layers, arguments.seed, Console(), arguments.times)
+    calibrate(arguments.out, arguments.layers, arguments.wide, arguments.seed, Console(), arguments.times)
     return 0
 
 
-def calibrate(path: Path, count: int, seed: int, console: Console, rows_path: Path | None = None) -> None:
+def calibrate(path: Path, count: int, wide: int, seed: int, console: Console, rows_path: Path | None = None) -> None:
     """Measures, fits and writes. `rows_path`: where the measured times go, for another look at them."""
-    rows = measure({**LAYERS, **random_layers(count, seed)}, KINDS, console)
+    rows = measure(chosen_work(count, seed, wide), console)
     if rows_path is not None:
         rows_path.write_text(json.dumps([asdict(row) for row in rows]))
     path.parent.mkdir(parents=True, exist_ok=True)
     unit = "microseconds per launch, per 1000 cycles, per MB of the pass's tensors, per 1e9 products"
-    origin = f"tconv3d calibrate --layers {count} --seed {seed}"
+    origin = f"tconv3d calibrate --layers {count} --wide {wide} --seed {seed}"
     text = {"machine": describe_machine(), "origin": origin, "unit": unit, "errors": ERRORS, "kernels": fit(rows)}
     path.write_text(json.dumps(text, indent=1) + "\n")
     console.print(f"{len(rows)} times of {len({row.kernel for row in rows})} kernels: {path}")

@@ -1,8 +1,8 @@
 """Chooses among the offers for a call: by prediction, or by timing the best few on the caller's tensors.
 
 Offers are timed at the first call of a layer if `torch.backends.cudnn.benchmark` is on, which is PyTorch's own switch
-for this, if nobody has calibrated the GPU, or if the least predicted time is one that nobody has confirmed by
-measuring: that of a kernel with derived rates, or PyTorch's. The winner is stored on disk (`planning/winners.py`), so
+for this, if nobody has calibrated the GPU, if the least predicted time is one that nobody has confirmed by
+measuring (that of a kernel with derived rates, or PyTorch's), or if PyTorch's predicted time is close to it. The winner is stored on disk (`planning/winners.py`), so
 that later calls, in this and in other processes, take the same one and give the same bits; `tune` stores winners too.
 Nothing is timed while a CUDA graph is captured or if memory is short: then the prediction decides. Before a kernel is
 timed, its result is compared with that of PyTorch's operator (`examining`); a kernel that is wrong does not win.
@@ -39,6 +39,9 @@ from .examining import Examiner, Results, Theirs
 from .measuring import BUDGET_MS, Candidate, Run, Trial, race
 
 MEASURE = "TCONV3D_MEASURE"  # the environment variable with the initial choice of `measure_offers`
+# PyTorch's operator is timed too if it is predicted to take less than this many times as long as the best kernels:
+# its predictions are right within a factor of 1.2 to 1.6 for most calls (the typical errors in planning/rates).
+CLOSE = 1.6
 BEST = 3  # covers of this library's kernels that are timed, besides PyTorch's operator
 
 When = Literal["auto", "always", "never"]
@@ -115,7 +118,11 @@ def measures(wanted: Wanted, offers: Sequence[Offer], device: Device, benchmark:
         return False
     if when_measured() == "always" or benchmark or not calibration.calibrated(device):
         return True
-    return any(offer.surcharge > 1 for offer in fastest(tuple(wanted), offers) or ())
+    least = fastest(tuple(wanted), offers) or ()
+    if any(offer.surcharge > 1 for offer in least):
+        return True
+    close = CLOSE * sum(offer.microseconds for offer in least)
+    return any(offer.microseconds < close for offer in offers if offer.kernel == PYTORCH)
 
 
 @dataclass(frozen=True)

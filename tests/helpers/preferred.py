@@ -51,8 +51,8 @@ def priced(*kernels: str) -> Iterator[None]:
 
     measured = calibration.surcharge
 
-    def surcharge(kernel: str, device: Device) -> float:
-        return 1.0 if kernel in factors else measured(kernel, device)
+    def surcharge(kernel: str, device: Device, kind: str = "") -> float:
+        return 1.0 if kernel in factors else measured(kernel, device, kind)
 
     with patch.object(calibration, "microseconds", price), patch.object(calibration, "surcharge", surcharge):
         yield

@@ -116,7 +116,7 @@ def test_offers_and_pytorch_run_on_random_tensors() -> None:
     for wanted in ({p.which: p for p in problems[:1]}, {p.which: p for p in problems[1:]}):
         offers = direct.offer(wanted, device)
         same = [
-            Candidate("layer", "tf32", wanted, o.kernel, o.problem, o.passes, dict.fromkeys(TERMS, 1.0), o.plan())
+            Candidate("layer", "tf32", wanted, o.kernel, KIND, o.passes, dict.fromkeys(TERMS, 1.0), o.plan(), 1.0)
             for o in offers
             if isinstance(o, Offer)
         ]

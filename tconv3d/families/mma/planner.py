@@ -83,16 +83,7 @@ PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, _why_never, work, plan)
-    return [_priced(each, device) if isinstance(each, Offer) else each for each in found]
-
-
-def _priced(answer: Offer, device: Device) -> Offer:
-    """Returns an offer with its lower bound, and with derived rates if its way of copying was never measured."""
-    answer = replace(answer, least=least(answer.problem, device))
-    if copy_of(Side.of(answer.problem)) not in (PAIRS, ODD_PAIRS):
-        return answer
-    kind = f"{answer.problem.which.value}, 16 bit, words of lines"
-    return replace(answer, kind=kind, surcharge=answer.surcharge * calibration.DERIVED_SURCHARGE)
+    return [replace(each, least=least(each.problem, device)) if isinstance(each, Offer) else each for each in found]
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:
@@ -441,10 +432,9 @@ def _store_width(found: Candidate) -> int:
 
     The result is kVector of mma_stores.cuh, half of it or 1: the largest that divides the width and strides of y.
     """
-    side, own = found.work.side, found.build.tiles_m * found.store_phases
+    side, most = found.work.side, found.store_vector
     if side.gathers[2].output_step != found.store_phases:  # neighbours in shared memory are not neighbours in y
         return 1
-    most = next(n for n in (16 // found.out_bytes, 4, 2, 1) if own % n == 0)
     n, c, d, h, w = side.y
     for width in (most, most // 2):
         if width > 1 and w == 1 and not any(v % width for v in (n, c, d, h, side.y_size[2])):

@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from ...planning import calibration, offers, tensor_cores
+from ...planning import offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Offer, Wanted
+from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
 from .arguments import HOPPER_WEIGHT_GRAD, REDUCE_TAPS
@@ -31,7 +31,6 @@ from .hopper_taps import Rows, Words
 from .hopper_tiling import Buffers, Layer, Tiling
 from .segments import SEGMENT, vector_of, wide
 
-ROWS_OF_CHANNELS = "weight_grad, float32, rows of channels"  # kind of rates
 COPYING_IS_WORTH = 1.4  # longest predicted time of word-by-word copies, relative to the products
 
 
@@ -161,16 +160,7 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     ask = "hopper_weight_grad", wanted, device, why_not, work, plan
-    return [_with_kind(answer) for answer in (*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask))]
-
-
-def _with_kind(answer: Answer) -> Answer:
-    """Gives rows of channels a kind of rates of their own, and the price of a kernel that nobody has measured."""
-    if not isinstance(answer, Offer) or not any(_unit_c(answer.problem)):
-        return answer
-    known = calibration.has_rates(answer.kernel, ROWS_OF_CHANNELS, answer.device)
-    factor = 1.0 if known else calibration.DERIVED_SURCHARGE
-    return replace(answer, kind=ROWS_OF_CHANNELS, surcharge=answer.surcharge * factor)
+    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
 
 
 def work(problem: Problem, device: Device) -> Work:

@@ -18,12 +18,12 @@ from itertools import product
 from math import inf, prod
 from operator import itemgetter
 
-from ...planning import calibration, offers, tensor_cores
+from ...planning import offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Offer, Wanted
+from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.sums import reduce_parts
@@ -37,9 +37,6 @@ REGISTERS = 65536  # 32-bit registers of a multiprocessor
 # Registers of a thread besides sums and fragments of x, without and with loads in flight.
 REGISTERS_ASYNC, REGISTERS_SYNC = 44, 56
 MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong to real channels
-# Factor from the predicted time to the price in strict float32, whose time is predicted by the rates of TF32 and was
-# never measured: three TF32 products are taken only where they are predicted to be clearly faster than multiply-adds.
-UNMEASURED = 1.15
 # Rates and costs of a multiprocessor, for choosing between tilings.
 CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four schedulers
 L2_BYTES_PER_CYCLE = 24.0
@@ -259,21 +256,7 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    found = offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
-    return [_unmeasured(answer) if isinstance(answer, Offer) else answer for answer in found]
-
-
-def _unmeasured(offer: Offer) -> Offer:
-    """Returns an offer at a higher price if it has no measured rates; other offers as they are.
-
-    Strict float32 has the rates measured for TF32. Contiguous 16-bit tensors have derived rates.
-    """
-    p = offer.problem
-    if _layer(p).strict:
-        return replace(offer, kind=calibration.kind_of(replace(p, tf32=True)), surcharge=offer.surcharge * UNMEASURED)
-    if p.item_bytes == 2 and _layer(p).asynchronous:
-        return replace(offer, surcharge=offer.surcharge * calibration.DERIVED_SURCHARGE)
-    return offer
+    return offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
 
 
 def work(problem: Problem, device: Device) -> Work:

@@ -180,13 +180,27 @@ LAYERS = {
     "depthwise_64": layer(4, 64, 64, 32, 4, 2, 1, groups=64),
 }
 
+# One layer for each class of layers that networks have and the reference tasks do not.
+CLASSES = {
+    "odd_rows": layer(8, 64, 96, (20, 40, 40), 3, 2, 1),
+    "few_inputs_odd": layer(64, 4, 24, (16, 32, 32), 3, 2, 1),
+    "large_kernel": layer(8, 32, 48, 24, 5, 2, 2),
+    "dilated_strided": layer(8, 48, 64, (16, 32, 32), 3, 2, 1, dilation=2),
+    "depthwise_5": layer(2, 96, 96, 48, 5, 2, 2, 1, groups=96),
+    "depthwise_7": layer(2, 96, 96, 48, 7, 2, 3, 1, groups=96),
+    "groups_of_8": layer(8, 64, 64, (12, 24, 40), (3, 5, 7), 2, groups=8),
+    "wide_small": layer(2, 320, 320, 10, 3, 2, 1, 1),
+    "odd_everything": layer(3, 37, 53, (19, 23, 29), (4, 3, 2), (1, 2, 2)),
+}
+
 
 def named(names: Sequence[str]) -> dict[str, Layer]:
     """Returns the layers with the given names."""
-    unknown = [name for name in names if name not in LAYERS]
+    known = {**LAYERS, **CLASSES}
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"no layer is called {', '.join(map(repr, unknown))}: expected some of {', '.join(LAYERS)}")
-    return {name: LAYERS[name] for name in names}
+        raise ValueError(f"no layer is called {', '.join(map(repr, unknown))}: expected some of {', '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 # ---- random layers
