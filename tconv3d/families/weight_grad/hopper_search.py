@@ -15,10 +15,11 @@ from math import inf, prod
 from operator import itemgetter
 from typing import Any
 
+from ...planning.effort import HOPPER_BOXES, Effort
 from ...planning.geometry import Geometry, Triple
 from ...planning.problem import Device, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
-from .hopper_model import LeastCost, box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
+from .hopper_model import ROUNDING, LeastCost, box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
 from .hopper_taps import Words, row_choices
 from .hopper_tiling import SHARES, Box, Buffers, Contents, Layer, Share, Tiling, buffers
 from .segments import SEGMENT
@@ -56,15 +57,24 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
                     yield Box(d, h, w)
 
 
+@lru_cache(maxsize=64)  # a search asks twice for each tiling
+def _bounded_boxes(layer: Layer, tiling: Tiling, size: Triple) -> list[tuple[float, int, Box]]:
+    """Returns the boxes for a volume, each with a lower bound of its cost and its number, the least bound first."""
+    bound = LeastCost(layer, tiling)
+    found = [(bound.of(box, size), number, box) for number, box in enumerate(boxes(size, layer.per_word))]
+    return sorted(found, key=itemgetter(0, 1))
+
+
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
     """Returns the box with the least predicted cycles, and its buffers; None if no box fits."""
-    bound, best = LeastCost(layer, tiling), None
+    best: Buffers | None = None
     key = (inf, inf, 0)
-    found = ((bound.of(box, size), number, box) for number, box in enumerate(boxes(size, layer.per_word)))
-    for least, number, box in sorted(found, key=itemgetter(0, 1)):
-        if least > key[0]:
+    effort = Effort(HOPPER_BOXES)
+    for least, number, box in _bounded_boxes(layer, tiling, size):
+        if least > key[0] or (effort.spent and best is not None):
             break
+        effort.count()
         made = buffers(tiling, box, room)
         if made is not None and (cost := box_cost(layer, made, size)) <= key[0]:
             # Among boxes of equal cost, the one that would be faster without bank conflicts is taken.
@@ -207,13 +217,24 @@ def own_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling
 
 
 def _best_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
-    found = tilings(layer, device, CHOICES[volume_kind(batch * prod(size))])
-    costs = {tiling: tiling_cycles(layer, tiling, batch, size, device) for tiling in found}
-    least = min(costs.values(), default=inf)
+    costs: dict[Tiling, float] = {}
+    least = inf
+    for tiling in tilings(layer, device, CHOICES[volume_kind(batch * prod(size))]):
+        if _least_cycles(layer, tiling, batch, size, device) <= AS_GOOD * least:
+            costs[tiling] = tiling_cycles(layer, tiling, batch, size, device)
+            least = min(least, costs[tiling])
     if least == inf:
         return None
     # Among tilings that the model cannot tell apart, the first one is best for large volumes.
     return next(tiling for tiling in costs if costs[tiling] <= AS_GOOD * least)
+
+
+def _least_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:
+    """Returns a lower bound of `tiling_cycles`: blocks share all multiprocessors evenly, and nothing is added up."""
+    each, *_ = _bounded_boxes(layer, tiling, size)[0]
+    kinds = tiling.kinds(layer.geometry)
+    blocks = max(1.0, kinds / device.multiprocessors) * costs_of(layer, tiling.pieces[0]).block
+    return ROUNDING * (kinds * batch * each / device.multiprocessors + len(tiling.pieces) * blocks)
 
 
 def forget() -> None:

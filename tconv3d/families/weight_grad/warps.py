@@ -21,6 +21,7 @@ from operator import itemgetter
 from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
+from ...planning.effort import WARP_TILINGS, Effort
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
@@ -164,7 +165,6 @@ def _parts(
     )
 
 
-@lru_cache(maxsize=1024)
 def _least_of_segment(layer: Layer, planes: Planes, rows: tuple[int, int]) -> tuple[float, float]:
     """Returns the fewest loads and the fewest copied words per segment and channel of dy, for blocks of `rows`."""
     loads, words = [], []
@@ -177,10 +177,13 @@ def _least_of_segment(layer: Layer, planes: Planes, rows: tuple[int, int]) -> tu
     return min(loads), min(words)
 
 
-def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
-    """Returns a lower bound of `_cost` for this and all smaller numbers of segments."""
+def _least_cost(layer: Layer, planes: Planes, tiling: Tiling, least: tuple[float, float]) -> float:
+    """Returns a lower bound of `_cost` for this and all smaller numbers of segments.
+
+    `least` is what `_least_of_segment` returns for the rows of the tiling's blocks.
+    """
     g, lanes, segments = layer.geometry, 4 if layer.channels_last else 1, tiling.segments
-    loads, words = _least_of_segment(layer, planes, tiling.block_rows)
+    loads, words = least
     loads_x, loads_y = layer.loads(tiling)
     jobs = (
         segments * SEGMENT / max(1, layer.vector_x) * lanes / 32 * -(-tiling.block_in(g) // (lanes * loads_x)),
@@ -205,15 +208,19 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
 @lru_cache(maxsize=1024)
 def tiling_of(layer: Layer, device: Device) -> Tiling | None:
     """Returns the tiling with the least predicted time; None if no tiling fits."""
-    planes = layer.planes(layer.pieces[0])
-    bounded = (
-        (_least_cost(layer, planes, tiling), number, tiling, sizes)
-        for number, (tiling, sizes) in enumerate(_candidates(layer))
-    )
+    planes, effort = layer.planes(layer.pieces[0]), Effort(WARP_TILINGS)
+    of_rows: dict[tuple[int, int], tuple[float, float]] = {}
+    bounded = []
+    for number, (tiling, sizes) in enumerate(_candidates(layer)):
+        rows = tiling.block_rows
+        if rows not in of_rows:
+            of_rows[rows] = _least_of_segment(layer, planes, rows)
+        bounded.append((_least_cost(layer, planes, tiling, of_rows[rows]), number, tiling, sizes))
     best, found = (inf, 0, 0), None
     for least, number, largest, sizes in sorted(bounded, key=itemgetter(0, 1)):
-        if least > best[0]:
+        if least > best[0] or (effort.spent and found is not None):
             break
+        effort.count(len(sizes))
         for segments in sizes:
             tiling = replace(largest, segments=segments)
             cost = _cost(layer, planes, tiling, device)
