@@ -1,8 +1,12 @@
 """Limits the work of the searches for builds, so that every call is planned within 0.2 s.
 
 A search looks at candidates in the order of lower bounds of their predicted times. It finds the best candidate early,
-and then spends most of its time on the proof that no other is better. A limit ends the proof. It counts candidates and
-not seconds, so that a plan is the same on every machine, however busy the machine is.
+and then spends most of its time on the proof that no other is better. A limit ends the proof. It counts candidates
+and not seconds, so that a plan is the same on every machine, however busy the machine is.
+
+All limits stand here. A backward pass may need six searches, one family after the other, so that each limit amounts
+to 20 to 40 ms. Over 260 layers with 2900 calls, drawn at random and of the table of layers, plans with these limits
+were predicted as fast as plans without limits.
 """
 
 from __future__ import annotations
@@ -11,18 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-MMA_BUILDS = 500
-WARP_TILINGS = 200
-HOPPER_BOXES = 40
-HALO_BUILD = 1500
-HALO_BUILDS = 4000
+MMA_BUILDS = 500  # builds with a box of the kernel on mma.sync, each at 60 microseconds
+WARP_TILINGS = 200  # tilings of the weight gradient on mma.sync, each at 40 microseconds
+HOPPER_BOXES = 40  # boxes for one tiling of the weight gradient on Hopper, each at 50 microseconds
+# Bounds of tilings of the halo kernel, each at 8 microseconds, where a prediction counts like several bounds: for all
+# builds of a search, and for one build.
+HALO_BUILDS, HALO_BUILD = 4000, 1500
 
-_unlimited: ContextVar[bool] = ContextVar("searches go on until the best candidate is proven to be the best", default=False)
+_unlimited: ContextVar[bool] = ContextVar("searches go on until the best candidate is proven", default=False)
 
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Lifts all limits within its context, for tests and to measure what the limits cost."""
+    """Lifts all limits within its context, for tests and to measure what the limits cost.
+
+    Choices that were searched before with limits are still found in memory and in the disk cache.
+    """
     token = _unlimited.set(True)
     try:
         yield

@@ -418,7 +418,7 @@ def _fitting_boxes(boxes: _Boxes, room: int) -> list[tuple[int, int, int, Sizes]
 
 # A way to cut a box: the last row that it reads, its number of slabs, those along w, and its sizes.
 Way = tuple[int, int, int, Sizes]
-# The ways to cut each box of a size (items, depth, height, width), after the rows of its halo and the number of tiles.
+# The ways to cut boxes by their size (items, depth, height, width), after the rows of a halo and the number of tiles.
 Ways = dict[tuple[int, int, int, int], tuple[int, int, list[Way]]]
 
 
@@ -432,13 +432,13 @@ def _ways(march: bool, span: Triple, batch: int, positions: Triple, box: tuple[i
     """Returns all ways to cut a box."""
     items, depth, height, width = box
     span_d, span_h, span_w = span
-    halo = (1 if march else depth + span_d, height + span_h, width + span_w)
+    halo: Triple = (1 if march else depth + span_d, height + span_h, width + span_w)
     line, sheet = halo[2] * items, halo[1] * halo[2] * items
     displacement = (0 if march else span_d) * sheet + span_h * line
-    tile = (positions[0] if march else depth, height, width)
+    tile: Triple = (positions[0] if march else depth, height, width)
     depths, heights, widths = (-(-all_of // own) for all_of, own in zip(positions, tile, strict=True))
     tiles = (-(-batch // items), depths, heights, widths)
-    found = []
+    found: list[Way] = []
     for near, slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
         sheets = -(-slabs // (slabs_w * slabs_h))
         last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7

@@ -1,7 +1,8 @@
 """Finds the predicted fastest build of the kernel on mma.sync without evaluating the model for most candidates.
 
-A lower bound of the predicted cycles is computed for every shape of a build with every box. Candidates are evaluated
-in the order of their bounds, until no bound is below the best prediction. The result is the first of the fastest
+A lower bound of the predicted cycles is computed for every shape of a build, and for each of its boxes only if that
+bound is among the least. Candidates are evaluated in the order of their bounds, until no bound is below the best
+prediction, or until the limit of `planning/effort.py`. Without a limit the result is the first of the fastest
 candidates of `model.candidates`, and a test compares both. This module knows nothing of launches.
 """
 
@@ -70,7 +71,9 @@ def fastest(sides: Iterable[tuple[Side, int, bool]], item_bytes: int, device: De
 
 def _of_works(bounds: list[_Bound], most: float) -> tuple[tuple[float, Candidate] | None, bool]:
     """Returns the fastest candidate after its cycles, if below `most`, and whether any candidate fits the device."""
-    waiting: list[_Shapes | _Group] = [shapes for number, bound in enumerate(bounds) for shapes in bound.shapes(number)]
+    waiting: list[_Shapes | _Group] = [
+        shapes for number, bound in enumerate(bounds) for shapes in bound.shapes(number)
+    ]
     heapify(waiting)
     best: tuple[float, Order, Candidate] | None = None
     fits, effort = False, Effort(MMA_BUILDS)
@@ -269,7 +272,7 @@ class _Bound:
         multiplies *= warps
         run = min(step_bytes, side.reduced * item_bytes)
         return _ShapeWork(
-            # Shared memory has at least two halos, two stages of weights and, unless pairs are listed, 8 bytes per slot.
+            # Shared memory has at least two halos, two stages of weights and, without pairs, 8 bytes per slot.
             2 * rows * self.inner * tap_bytes,
             (8 if self.copy < model.PAIRS else 0) + 2 * step_bytes,
             model.may_stay(work, chunks, tap_bytes, self.device),

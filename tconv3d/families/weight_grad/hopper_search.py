@@ -31,6 +31,7 @@ OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and oper
 # More registers where both tensors have rows of channels, and where one of them has: with fewer, products are
 # serialized, or producers spill.
 ROWS_REGISTERS = (6, 12)
+MOST_WAVES = 6  # more waves of blocks than a number of parts takes, beyond the fewest
 MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
 # The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
@@ -230,11 +231,16 @@ def _best_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tili
 
 
 def _least_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:
-    """Returns a lower bound of `tiling_cycles`: blocks share all multiprocessors evenly, and nothing is added up."""
+    """Returns a lower bound of `tiling_cycles`, for the best box and the best number of waves of blocks."""
     each, *_ = _bounded_boxes(layer, tiling, size)[0]
-    kinds = tiling.kinds(layer.geometry)
-    blocks = max(1.0, kinds / device.multiprocessors) * costs_of(layer, tiling.pieces[0]).block
-    return ROUNDING * (kinds * batch * each / device.multiprocessors + len(tiling.pieces) * blocks)
+    kinds, multiprocessors = tiling.kinds(layer.geometry), device.multiprocessors
+    block, fewest = costs_of(layer, tiling.pieces[0]).block, -(-kinds // multiprocessors)
+    # More waves than these have more parts than `splits_of` considers.
+    least = min(
+        waves * (batch * each / (waves * multiprocessors // kinds) + len(tiling.pieces) * block)
+        for waves in range(fewest, fewest + MOST_WAVES)
+    )
+    return ROUNDING * least
 
 
 def forget() -> None:

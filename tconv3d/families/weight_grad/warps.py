@@ -43,6 +43,7 @@ MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong
 UNMEASURED = 1.15
 # Rates and costs of a multiprocessor, for choosing between tilings.
 CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four schedulers
+PRODUCTS_PER_CYCLE = 512.0  # TF32 multiply-adds of a multiprocessor, as CYCLES_PER_MULTIPLY says
 L2_BYTES_PER_CYCLE = 24.0
 LATENCY = 700.0  # cycles until a job's loads arrive
 TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
@@ -244,6 +245,14 @@ def _layer(p: Problem) -> Layer:
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
+    """Returns why the family does not take a problem, or None if it does."""
+    if refusal := _why_never(problem, device):
+        return refusal
+    return None if tiling_of(_layer(problem), device) else "the taps reach too far for shared memory"
+
+
+def _why_never(problem: Problem, device: Device) -> str | None:
+    """Returns a reason for refusal that is known without a search for a tiling, or None."""
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
@@ -257,8 +266,6 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"{g.in_per_group} x {g.out_per_group} channels per group leave tensor cores idle"
     if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
         return "the volume is too long"
-    if tiling_of(_layer(p), device) is None:
-        return "the taps reach too far for shared memory"
     return None
 
 
@@ -266,8 +273,15 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    found = offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
-    return [_unmeasured(answer) if isinstance(answer, Offer) else answer for answer in found]
+    found = offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, _why_never, work, plan)
+    return [_priced(answer) if isinstance(answer, Offer) else answer for answer in found]
+
+
+def _priced(offer: Offer) -> Offer:
+    """Returns an offer with a lower bound of its work, which needs no search for a tiling."""
+    p, layer = offer.problem, _layer(offer.problem)
+    products = PRODUCTS_PER_CYCLE * 4 / p.item_bytes / layer.instructions * offer.device.multiprocessors
+    return _unmeasured(replace(offer, least=Work(2, p.flops / 2 / products)))
 
 
 def _unmeasured(offer: Offer) -> Offer:
@@ -284,7 +298,9 @@ def _unmeasured(offer: Offer) -> Offer:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the predicted work of the plan's launches."""
+    """Returns the predicted work of the plan's launches; infinite, and never the cheapest, if no tiling fits."""
+    if tiling_of(_layer(problem), device) is None:
+        return Work(2, inf)
     return Work(2, cycles(problem, device))
 
 
