@@ -7,9 +7,10 @@ module knows layouts and banks, but neither passes nor devices.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
 
 from ...planning.launch import Constants
 from ...planning.problem import Problem, Strides, is_channels_last
@@ -136,12 +137,13 @@ class Slab:
         between = (0, 1, 2, 4) if self.channels > 1 and not self.last else (0,)
         places = [self.place(lane) for lane in range(WARP)]
         bare, skews, piece = self.rows * self.pitch, self.skews, self.piece
-        found = [
-            (self._conflicts(places, skew, bare + skews * skew + n * piece), skew, n * piece)
-            for skew in range(0, 128 // self.item, piece)
-            for n in between
-        ]
-        conflicts, skew, channel_skew = min(found)
+        best: tuple[float, int, int] = (inf, 0, 0)
+        for skew, n in product(range(0, 128 // self.item, piece), between):
+            conflicts = self._conflicts(places, skew, bare + skews * skew + n * piece)
+            best = min(best, (conflicts, skew, n * piece))
+            if conflicts == 1.0:
+                break  # no skew has fewer, and the others leave out more
+        conflicts, skew, channel_skew = best
         return replace(self, skew=skew, channel_skew=channel_skew, conflicts=conflicts)
 
     @property
@@ -196,11 +198,14 @@ class Slab:
         `places` are those of the lanes of a warp in a slab without skews, `plane` the elements of a plane with them.
         """
         firsts = [(at + h * skew + channel * plane) * self.item // 4 for at, h, channel in places]
+        # Loads of 16 bytes begin at multiples of 16 bytes, so that each has four banks to itself.
         together, width = (WARP, 1) if self.last else (QUARTER, 4)
         accesses = 0
         for first in range(0, WARP, together):
-            words = {word for start in firsts[first : first + together] for word in range(start, start + width)}
-            accesses += max(Counter(word % BANKS for word in words).values())
+            loads = [0] * (BANKS // width)
+            for start in set(firsts[first : first + together]):
+                loads[start // width % (BANKS // width)] += 1
+            accesses += max(loads)
         return accesses * together / WARP
 
 

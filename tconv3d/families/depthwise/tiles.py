@@ -199,6 +199,7 @@ def _candidates(side: Side, device: Device) -> list[Tiling]:
     _, h, w = side.gathers
     span_h, span_w = _span(h), _span(w)
     last, groups = is_channels_last(side.x), problem.geometry.groups
+    grains_x = grains(problem, side.x, side.x_size[2], groups * side.reduced)
     found = []
     for tile_h, tile_w in TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
@@ -208,7 +209,7 @@ def _candidates(side: Side, device: Device) -> list[Tiling]:
                     Slab(last, problem.item_bytes, count * side.reduced, tiles_h, tiles_w, tile_h, tile_w,
                          h.input_step, w.input_step, span_h, span_w, w.reach[0], grain,
                          readers=(0,) * side.outs, group=side.reduced)
-                    for grain in grains(problem, side.x, side.x_size[2], groups * side.reduced)
+                    for grain in grains_x
                 ]  # fmt: skip
                 tilings = [tiling for tiling in (Tiling(side, slab) for slab in slabs) if tiling.fits(device)]
                 found += sorted(tilings, key=lambda tiling: tiling.plane_cycles)[:1]

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import inf, prod
+from operator import itemgetter
 
+from ...planning.effort import HALO_BUILD, HALO_BUILDS, Effort
 from . import loading
 from .build import SLAB, Build, Division, Input, Output, VariantKind, ceil_div
 from .job import Job
@@ -35,6 +37,8 @@ from .storing import can_store, lane_channels, stored_vectors
 from .tiling import Spread, Tiling, in_order
 
 MAX_ROWS_BYTES = 2**29  # most bytes of the workspace for input that is rewritten as rows of channels
+GLANCES = 3  # tilings of a build that are evaluated before those of other builds
+PREDICTION = 8  # evaluations of the bounds of a tiling that take as long as one of the model
 MAX_ROUNDS = 8  # most waves of tiles with which blocks may divide the last tiles
 ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 
@@ -300,11 +304,16 @@ def least(build: Build, job: Job, multiprocessors: int) -> Least | None:
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
     """Returns the fastest tiling after its predicted cycles, or None if no tiling takes at most `most` cycles."""
     bounds = least(build, job, multiprocessors)
-    return None if bounds is None else _best_tiling(bounds, most)
+    return None if bounds is None else _best_tiling(bounds, most, Effort(HALO_BUILD))[0]
 
 
-def _best_tiling(bounds: Least, most: float) -> tuple[float, Tiling] | None:
-    """Returns the tiling with the least predicted cycles, the first in the order of `tilings` among equals."""
+def _best_tiling(
+    bounds: Least, most: float, effort: Effort, predictions: float = inf
+) -> tuple[tuple[float, Tiling] | None, bool]:
+    """Returns the tiling with the least predicted cycles, the first in the order of `tilings` among equals.
+
+    The search ends after a number of predictions. The second result tells whether it has looked at all tilings.
+    """
     best: tuple[float, int, Tiling] | None = None
     build, job = bounds.build, bounds.job
     room, limited = bounds.room(most), most < inf
@@ -313,12 +322,17 @@ def _best_tiling(bounds: Least, most: float) -> tuple[float, Tiling] | None:
         return rounds * bounds.of_a_round + tiles * bounds.of_a_tile <= room
 
     for place, tiling in in_order(build, job.batch, job.positions, job.read_size, worth):
+        if predictions <= 0 or (effort.spent and (limited or best is not None)):
+            return None if best is None else (best[0], best[2]), False
+        effort.count()
         for made in _made(bounds, tiling, limited, most, room):
+            effort.count(PREDICTION)
+            predictions -= 1
             cost = cycles(build, made, job, bounds.multiprocessors)
             if cost <= most and (best is None or (cost, place) < best[:2]):
                 best, most = (cost, place, made), cost
                 room = bounds.room(most)
-    return None if best is None else (best[0], best[2])
+    return None if best is None else (best[0], best[2]), True
 
 
 def _made(bounds: Least, tiling: Tiling, limited: bool, most: float, room: float) -> Iterator[Tiling]:
@@ -350,20 +364,36 @@ def costs_of(
 
     Builds that take more than `as_good` times as long as the best may be left out.
     """
+    effort, best = Effort(HALO_BUILDS), inf
     bounded = [bounds for build in found if (bounds := least(build, job, multiprocessors)) is not None]
     costs: dict[Build, float] = {}
-    best = inf
+
+    def look(bounds: Least, limit: float, effort: Effort, predictions: float = inf) -> tuple[float, bool]:
+        """Notes the cost of a build if it takes at most `limit` cycles; also tells whether all tilings were seen."""
+        tiling, all_seen = _best_tiling(bounds, limit, effort, predictions)
+        if tiling is not None:
+            costs[bounds.build] = min(tiling[0], costs.get(bounds.build, inf))
+        return costs.get(bounds.build, inf), all_seen
+
     # If there is no limit, the first build that has a tiling sets it: some tilings are only for want of any other.
-    waiting = iter(bounded)
-    while most == inf and (bounds := next(waiting, None)) is not None:
-        if (tiling := _best_tiling(bounds, inf)) is not None:
-            costs[bounds.build] = best = tiling[0]
+    for bounds in bounded if most == inf else ():
+        best, _ = look(bounds, inf, effort, GLANCES)
+        if best < inf:
             break
-    for bounds in sorted(waiting, key=lambda bounds: bounds.any_tiling):
+    # Then a few tilings of every build tell which builds to search first.
+    waiting: list[tuple[float, Least]] = []
+    for bounds in sorted(bounded, key=lambda bounds: bounds.any_tiling):
         limit = min(most, as_good * best)
-        if bounds.any_tiling > limit:
+        if bounds.any_tiling > limit or (effort.spent and best < inf):
             break
-        if (tiling := _best_tiling(bounds, limit)) is not None:
-            costs[bounds.build] = tiling[0]
-            best = min(best, tiling[0])
+        cost, all_seen = look(bounds, limit, effort, GLANCES)
+        best = min(best, cost)
+        if not all_seen:
+            waiting.append((cost, bounds))
+    for _, bounds in sorted(waiting, key=itemgetter(0)):
+        limit = min(most, as_good * best)
+        if effort.spent and best < inf:
+            break
+        if bounds.any_tiling <= limit:
+            best = min(best, look(bounds, limit, effort.part(HALO_BUILD))[0])
     return {bounds.build: costs[bounds.build] for bounds in bounded if bounds.build in costs}

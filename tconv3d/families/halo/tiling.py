@@ -227,17 +227,17 @@ def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int,
     if width * items % 8 == 0:
         across = width * items // 8
         if height % 8 == 0 or depth == 1:  # slabs of 8 rows on each of 8 lines
-            down = ceil_div(height, 8)
+            down = -(-height // 8)
             yield items, depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
         if depth % 8 == 0 and sheet < 2**14:  # slabs of 8 rows on each of 8 planes
             yield items, depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
     # Slabs of 64 rows in sequence may lie in a line, in a plane, or anywhere in the halo.
     run = width * items
-    yield items, depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
+    yield items, depth * height * -(-run // SLAB), -(-run // SLAB), height, 8, (sheet, line, SLAB), run
     run = (height - 1) * line + width * items
-    yield items, depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
+    yield items, depth * -(-run // SLAB), -(-run // SLAB), 1, 8, (sheet, 0, SLAB), run
     run = (depth - 1) * sheet + (height - 1) * line + width * items
-    yield items, ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (0, 0, SLAB), run
+    yield items, -(-run // SLAB), -(-run // SLAB), 1, 8, (0, 0, SLAB), run
 
 
 def _extents(size: int, fixed: Iterable[int]) -> list[int]:
@@ -369,6 +369,7 @@ def forget_boxes() -> None:
     """Clears the cached boxes, which many builds of a search share, at the end of the search."""
     _fitting_boxes.cache_clear()
     _all_boxes.cache_clear()
+    _known_ways.cache_clear()
 
 
 class _Boxes(NamedTuple):
@@ -409,61 +410,84 @@ def _fitting_boxes(boxes: _Boxes, room: int) -> list[tuple[int, int, int, Sizes]
         if rows <= room:
             fitting = ways if max(ways)[0] < room else [way for way in ways if way[0] < room]
             if fitting:
-                _, slabs, sizes = min(fitting, key=second)
+                _, slabs, _, sizes = min(fitting, key=second)
                 found.append((-(-slabs // boxes.per_round) * count, place, count, sizes))
     found.sort()
     return found
 
 
-@lru_cache(maxsize=16)
-def _all_boxes(boxes: _Boxes) -> list[tuple[int, int, list[tuple[int, int, Sizes]]]]:
-    """Returns for each box the rows of its halo, the number of tiles, and the ways to cut the box.
+# A way to cut a box: the last row that it reads, its number of slabs, those along w, and its sizes.
+Way = tuple[int, int, int, Sizes]
+# The ways to cut boxes by their size (items, depth, height, width), after the rows of a halo and the number of tiles.
+Ways = dict[tuple[int, int, int, int], tuple[int, int, list[Way]]]
 
-    A way is the last row that it reads, its number of slabs, and its sizes.
-    """
-    march, span, slabs_together, per_round, max_passes, images, item_bytes, batch, positions = boxes
+
+@lru_cache(maxsize=16)
+def _known_ways(march: bool, span: Triple, batch: int, positions: Triple) -> Ways:
+    """Returns the ways that builds of a search with this march and span have asked for; they fill it."""
+    return {}
+
+
+def _ways(march: bool, span: Triple, batch: int, positions: Triple, box: tuple[int, int, int, int]) -> list[Way]:
+    """Returns all ways to cut a box."""
+    items, depth, height, width = box
     span_d, span_h, span_w = span
+    halo: Triple = (1 if march else depth + span_d, height + span_h, width + span_w)
+    line, sheet = halo[2] * items, halo[1] * halo[2] * items
+    displacement = (0 if march else span_d) * sheet + span_h * line
+    tile: Triple = (positions[0] if march else depth, height, width)
+    depths, heights, widths = (-(-all_of // own) for all_of, own in zip(positions, tile, strict=True))
+    tiles = (-(-batch // items), depths, heights, widths)
+    found: list[Way] = []
+    for near, slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
+        sheets = -(-slabs // (slabs_w * slabs_h))
+        last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
+        sizes = (tile, halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run)
+        found.append((last + displacement + span_w * near, slabs, slabs_w, sizes))
+    return found
+
+
+@lru_cache(maxsize=16)
+def _all_boxes(boxes: _Boxes) -> list[tuple[int, int, list[Way]]]:
+    """Returns for each box the rows of its halo, the number of tiles, and the ways to cut the box."""
+    march, span, slabs_together, per_round, max_passes, images, item_bytes, batch, positions = boxes
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
-    limit = per_round * SLAB * max_passes
+    most = per_round * max_passes
     least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are mostly overhead
+    known = _known_ways(march, span, batch, positions)
     found = []
-    for items, depth, height, width in product(
+    for box in product(
         items_options,
         depths,
         _extents(positions[1], (1, 2, 4, 8, 16, 24, 32)),
         _extents(positions[2], (8, 16, 24, 32)),
     ):
+        items, depth, height, width = box
         volume = depth * height * width * items
-        if volume > limit or (volume < least and (depth, height, width) != positions):
+        if volume > most * SLAB or (volume < least and (depth, height, width) != positions):
             continue
-        halo = (1 if march else depth + span_d, height + span_h, width + span_w)
-        line, sheet = halo[2] * items, halo[1] * halo[2] * items
-        displacement = (0 if march else span_d) * sheet + span_h * line
-        deep = positions[0] if march else depth
-        tile = (deep, height, width)
-        tiles = (-(-batch // items), -(-positions[0] // deep), -(-positions[1] // height), -(-positions[2] // width))
-        ways: list[tuple[int, int, Sizes]] = []
-        for near, slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts(
-            (depth, height, width), halo, items
-        ):
-            if slabs > per_round * max_passes:
+        if box not in known:
+            every = _ways(march, span, batch, positions, box)
+            _, halo, _, _, tiles, *_ = every[0][3]
+            known[box] = prod(halo) * items, prod(tiles), every
+        rows, count, every = known[box]
+        ways: list[Way] = []
+        for way in every:
+            last, slabs, slabs_w, sizes = way
+            if slabs > most:
                 continue
             # A consumer stores a whole line through images or, with 16-bit types, a part of a line: parts are slower
             # in float32.
             in_line = slabs_w == slabs_together or (slabs_w % slabs_together == 0 and item_bytes == 2)
-            if images and (run != width or items > 1 or not in_line):
+            if images and (sizes[-1] != width or items > 1 or not in_line):
                 continue
-            sheets = -(-slabs // (slabs_w * slabs_h))
-            last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
-            last += displacement + span_w * near
-            for reached, fewer, _ in ways:
+            for reached, fewer, *_ in ways:
                 if reached <= last and fewer <= slabs:
                     break  # a previous way has no more slabs, and fits wherever this way fits
             else:
-                sizes = (tile, halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run)
-                ways.append((last, slabs, sizes))
+                ways.append(way)
         if ways:
-            found.append((prod(halo) * items, prod(tiles), ways))
+            found.append((rows, count, ways))
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -144,15 +144,15 @@ class Candidate:
         """The TF32 numbers per value: 2 in strict float32, where a product is three TF32 products."""
         return 2 if self.work.strict else 1
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         return self.build.steps * self.work.step_bytes // self.item_bytes
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return -(-self.work.side.reduced // self.chunk)
 
-    @property
+    @cached_property
     def own_chunks(self) -> int:
         """The chunks of channels that a block sums over."""
         return -(-self.chunks // self.build.splits)
@@ -170,7 +170,7 @@ class Candidate:
     def slices(self) -> int:
         return -(-self.work.side.outs // self.build.columns)
 
-    @property
+    @cached_property
     def tap_bytes(self) -> int:
         return self.halves * self.build.steps * self.work.step_bytes * self.build.columns
 
@@ -178,12 +178,12 @@ class Candidate:
     def stage_bytes(self) -> int:
         return self.build.rows * len(self.work.inner.taps) * self.tap_bytes
 
-    @property
+    @cached_property
     def halo_buffers(self) -> int:
         steps = -(-self.work.least_rows // self.build.rows)
         return max(2, -(-(self.build.stages - 1) // steps) + 1)
 
-    @property
+    @cached_property
     def table_bytes(self) -> int:
         return -(-self.work.most_rows * len(self.work.windows) // 4) * 16
 
@@ -268,7 +268,7 @@ class Candidate:
         """Returns how many blocks fit a multiprocessor's shared memory, including the system's bytes per block."""
         return (device.shared_bytes + BLOCK_OVERHEAD) // (self.shared_bytes + BLOCK_OVERHEAD)
 
-    @property
+    @cached_property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
         blocks = -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices
@@ -321,12 +321,12 @@ class Candidate:
             exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
         return waiting + self.own_chunks * exposed / len(self.work.phases)
 
-    @property
+    @cached_property
     def _steps(self) -> float:
         """Steps of a chunk of an average block."""
         return sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources) / len(self.work.phases)
 
-    @property
+    @cached_property
     def multiplies(self) -> float:
         """Matrix instructions of an average tile."""
         b = self.build

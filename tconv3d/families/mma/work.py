@@ -53,18 +53,18 @@ class Work:
     unrolled: int
     apart: bool = False  # every row of taps is a source of its own, because the halo of several would be too large
 
-    @property
+    @cached_property
     def strict(self) -> bool:
         """Tells whether every float32 product is computed as three TF32 products."""
         return self.side.problem.dtype == "float32" and not self.side.problem.tf32
 
-    @property
+    @cached_property
     def step_bytes(self) -> int:
         """Bytes of channels per matrix instruction: 32, or 16 if a group has no more."""
         few = self.side.reduced * self.side.problem.item_bytes <= 16
         return 16 if few and not self.strict else 32
 
-    @property
+    @cached_property
     def products(self) -> int:
         """The matrix instructions for one K step of a tile."""
         return 3 if self.strict else 1

@@ -15,10 +15,11 @@ from math import inf, prod
 from operator import itemgetter
 from typing import Any
 
+from ...planning.effort import HOPPER_BOXES, Effort
 from ...planning.geometry import Geometry, Triple
 from ...planning.problem import Device, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
-from .hopper_model import LeastCost, box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
+from .hopper_model import ROUNDING, LeastCost, box_cost, costs_of, cycles_by_splits, item_cycles, splits_of
 from .hopper_taps import Words, row_choices
 from .hopper_tiling import SHARES, Box, Buffers, Contents, Layer, Share, Tiling, buffers
 from .segments import SEGMENT
@@ -30,6 +31,7 @@ OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and oper
 # More registers where both tensors have rows of channels, and where one of them has: with fewer, products are
 # serialized, or producers spill.
 ROWS_REGISTERS = (6, 12)
+MOST_WAVES = 6  # more waves of blocks than a number of parts takes, beyond the fewest
 MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
 # The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
@@ -56,15 +58,24 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
                     yield Box(d, h, w)
 
 
+@lru_cache(maxsize=64)  # a search asks twice for each tiling
+def _bounded_boxes(layer: Layer, tiling: Tiling, size: Triple) -> list[tuple[float, int, Box]]:
+    """Returns the boxes for a volume, each with a lower bound of its cost and its number, the least bound first."""
+    bound = LeastCost(layer, tiling)
+    found = [(bound.of(box, size), number, box) for number, box in enumerate(boxes(size, layer.per_word))]
+    return sorted(found, key=itemgetter(0, 1))
+
+
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
     """Returns the box with the least predicted cycles, and its buffers; None if no box fits."""
-    bound, best = LeastCost(layer, tiling), None
+    best: Buffers | None = None
     key = (inf, inf, 0)
-    found = ((bound.of(box, size), number, box) for number, box in enumerate(boxes(size, layer.per_word)))
-    for least, number, box in sorted(found, key=itemgetter(0, 1)):
-        if least > key[0]:
+    effort = Effort(HOPPER_BOXES)
+    for least, number, box in _bounded_boxes(layer, tiling, size):
+        if least > key[0] or (effort.spent and best is not None):
             break
+        effort.count()
         made = buffers(tiling, box, room)
         if made is not None and (cost := box_cost(layer, made, size)) <= key[0]:
             # Among boxes of equal cost, the one that would be faster without bank conflicts is taken.
@@ -207,13 +218,29 @@ def own_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling
 
 
 def _best_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
-    found = tilings(layer, device, CHOICES[volume_kind(batch * prod(size))])
-    costs = {tiling: tiling_cycles(layer, tiling, batch, size, device) for tiling in found}
-    least = min(costs.values(), default=inf)
+    costs: dict[Tiling, float] = {}
+    least = inf
+    for tiling in tilings(layer, device, CHOICES[volume_kind(batch * prod(size))]):
+        if _least_cycles(layer, tiling, batch, size, device) <= AS_GOOD * least:
+            costs[tiling] = tiling_cycles(layer, tiling, batch, size, device)
+            least = min(least, costs[tiling])
     if least == inf:
         return None
     # Among tilings that the model cannot tell apart, the first one is best for large volumes.
     return next(tiling for tiling in costs if costs[tiling] <= AS_GOOD * least)
+
+
+def _least_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:
+    """Returns a lower bound of `tiling_cycles`, for the best box and the best number of waves of blocks."""
+    each, *_ = _bounded_boxes(layer, tiling, size)[0]
+    kinds, multiprocessors = tiling.kinds(layer.geometry), device.multiprocessors
+    block, fewest = costs_of(layer, tiling.pieces[0]).block, -(-kinds // multiprocessors)
+    # More waves than these have more parts than `splits_of` considers.
+    least = min(
+        waves * (batch * each / (waves * multiprocessors // kinds) + len(tiling.pieces) * block)
+        for waves in range(fewest, fewest + MOST_WAVES)
+    )
+    return ROUNDING * least
 
 
 def forget() -> None:

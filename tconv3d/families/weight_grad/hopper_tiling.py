@@ -142,17 +142,17 @@ class Tiling:
         """Largest shifts of taps along d and along h, in positions."""
         return max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
 
-    @property
+    @cached_property
     def sides(self) -> int:
         """Channels interleaved in a line of dy in shared memory."""
         return 1 if self.pieces[0].lines or self.pieces[0].last else 2
 
-    @property
+    @cached_property
     def lines(self) -> int:
         """Lines of dy in shared memory per line of a sheet: channels, or pairs of channels."""
         return self.out_tile // self.sides
 
-    @property
+    @cached_property
     def row_segment(self) -> int:
         """Words of shared memory from one segment of rows of channels to the next: never a multiple of 16."""
         return SEGMENT * self.out_tile + (8 if self.out_tile % 4 == 0 else 0)

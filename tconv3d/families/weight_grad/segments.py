@@ -36,8 +36,7 @@ class Box:
 
     def count(self, size: Triple, per_word: int) -> Triple:
         """Returns the number of boxes along d, h and w that cover a volume."""
-        extents = (self.d, self.h, self.w * SEGMENT * per_word)
-        return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
+        return -(-size[0] // self.d), -(-size[1] // self.h), -(-size[2] // (self.w * SEGMENT * per_word))
 
 
 def vector_of(p: Problem, strides: tuple[int, ...], width: int) -> int:

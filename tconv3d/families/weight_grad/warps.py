@@ -21,9 +21,10 @@ from operator import itemgetter
 from ...planning import offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
+from ...planning.effort import WARP_TILINGS, Effort
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.sums import reduce_parts
@@ -39,6 +40,7 @@ REGISTERS_ASYNC, REGISTERS_SYNC = 44, 56
 MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong to real channels
 # Rates and costs of a multiprocessor, for choosing between tilings.
 CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four schedulers
+PRODUCTS_PER_CYCLE = 512.0  # TF32 multiply-adds of a multiprocessor, as CYCLES_PER_MULTIPLY says
 L2_BYTES_PER_CYCLE = 24.0
 LATENCY = 700.0  # cycles until a job's loads arrive
 TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
@@ -161,7 +163,6 @@ def _parts(
     )
 
 
-@lru_cache(maxsize=1024)
 def _least_of_segment(layer: Layer, planes: Planes, rows: tuple[int, int]) -> tuple[float, float]:
     """Returns the fewest loads and the fewest copied words per segment and channel of dy, for blocks of `rows`."""
     loads, words = [], []
@@ -174,10 +175,13 @@ def _least_of_segment(layer: Layer, planes: Planes, rows: tuple[int, int]) -> tu
     return min(loads), min(words)
 
 
-def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
-    """Returns a lower bound of `_cost` for this and all smaller numbers of segments."""
+def _least_cost(layer: Layer, planes: Planes, tiling: Tiling, least: tuple[float, float]) -> float:
+    """Returns a lower bound of `_cost` for this and all smaller numbers of segments.
+
+    `least` is what `_least_of_segment` returns for the rows of the tiling's blocks.
+    """
     g, lanes, segments = layer.geometry, 4 if layer.channels_last else 1, tiling.segments
-    loads, words = _least_of_segment(layer, planes, tiling.block_rows)
+    loads, words = least
     loads_x, loads_y = layer.loads(tiling)
     jobs = (
         segments * SEGMENT / max(1, layer.vector_x) * lanes / 32 * -(-tiling.block_in(g) // (lanes * loads_x)),
@@ -202,15 +206,19 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
 @lru_cache(maxsize=1024)
 def tiling_of(layer: Layer, device: Device) -> Tiling | None:
     """Returns the tiling with the least predicted time; None if no tiling fits."""
-    planes = layer.planes(layer.pieces[0])
-    bounded = (
-        (_least_cost(layer, planes, tiling), number, tiling, sizes)
-        for number, (tiling, sizes) in enumerate(_candidates(layer))
-    )
+    planes, effort = layer.planes(layer.pieces[0]), Effort(WARP_TILINGS)
+    of_rows: dict[tuple[int, int], tuple[float, float]] = {}
+    bounded = []
+    for number, (tiling, sizes) in enumerate(_candidates(layer)):
+        rows = tiling.block_rows
+        if rows not in of_rows:
+            of_rows[rows] = _least_of_segment(layer, planes, rows)
+        bounded.append((_least_cost(layer, planes, tiling, of_rows[rows]), number, tiling, sizes))
     best, found = (inf, 0, 0), None
     for least, number, largest, sizes in sorted(bounded, key=itemgetter(0, 1)):
-        if least > best[0]:
+        if least > best[0] or (effort.spent and found is not None):
             break
+        effort.count(len(sizes))
         for segments in sizes:
             tiling = replace(largest, segments=segments)
             cost = _cost(layer, planes, tiling, device)
@@ -234,6 +242,14 @@ def _layer(p: Problem) -> Layer:
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
+    """Returns why the family does not take a problem, or None if it does."""
+    if refusal := _why_never(problem, device):
+        return refusal
+    return None if tiling_of(_layer(problem), device) else "the taps reach too far for shared memory"
+
+
+def _why_never(problem: Problem, device: Device) -> str | None:
+    """Returns a reason for refusal that is known without a search for a tiling, or None."""
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
@@ -247,8 +263,6 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"{g.in_per_group} x {g.out_per_group} channels per group leave tensor cores idle"
     if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
         return "the volume is too long"
-    if tiling_of(_layer(p), device) is None:
-        return "the taps reach too far for shared memory"
     return None
 
 
@@ -256,11 +270,21 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    return offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
+    found = offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, _why_never, work, plan)
+    return [_bounded(answer) if isinstance(answer, Offer) else answer for answer in found]
+
+
+def _bounded(offer: Offer) -> Offer:
+    """Returns an offer with a lower bound of its work, which needs no search for a tiling."""
+    p, layer = offer.problem, _layer(offer.problem)
+    products = PRODUCTS_PER_CYCLE * 4 / p.item_bytes / layer.instructions * offer.device.multiprocessors
+    return replace(offer, least=Work(2, p.flops / 2 / products))
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the predicted work of the plan's launches."""
+    """Returns the predicted work of the plan's launches; infinite, and never the cheapest, if no tiling fits."""
+    if tiling_of(_layer(problem), device) is None:
+        return Work(2, inf)
     return Work(2, cycles(problem, device))
 
 

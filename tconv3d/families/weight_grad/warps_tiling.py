@@ -124,27 +124,27 @@ class Layer:
     strict: bool = False  # every float32 product is computed as three TF32 products
     whole_lines: bool = False  # dy is copied as whole lines, whose phases alternate
 
-    @property
+    @cached_property
     def per_word(self) -> int:
         return 4 // ITEM_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def half_rows(self) -> bool:
         """Tells whether the input channels of a group fill at most half of the rows of a matrix instruction."""
         return self.geometry.in_per_group <= 8
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         """Matrix instructions per product of two tiles: in strict float32 three, or two where rows are shared by the
         high and the low halves of x."""
         return 1 if not self.strict else 2 if self.half_rows else 3
 
-    @property
+    @cached_property
     def tile_sums(self) -> int:
         """Sums per thread of a matrix tile."""
         return 2 if self.strict and self.half_rows else 4
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[range, ...]:
         """The taps along w of each launch."""
         kernel = self.geometry.kernel[2]
@@ -156,7 +156,7 @@ class Layer:
         make = Planes.whole if self.whole_lines else Planes.of
         return make(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
 
-    @property
+    @cached_property
     def asynchronous(self) -> bool:
         """Tells whether copies go to shared memory without passing registers, which moves whole words."""
         return min(self.vector_x, self.vector_y) > 0

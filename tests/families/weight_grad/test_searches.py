@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 
 import pytest
 
 from tconv3d.families.weight_grad import hopper, hopper_search, warps
 from tconv3d.families.weight_grad.hopper_model import LeastCost, box_cost
 from tconv3d.families.weight_grad.hopper_tiling import buffers
-from tconv3d.planning import gpus
-from tconv3d.planning.problem import Pass, Problem
+from tconv3d.planning import effort, gpus
+from tconv3d.planning.problem import Pass, Problem, volume_kind
 from tconv3d.tools.bench.layers import Layer, layer
 from tconv3d.tools.bench.problems import problems_of_layer
 
@@ -35,7 +35,7 @@ def test_warps(name: str, kind: tuple[str, str]) -> None:
     of = warps._layer(weight_grad(LAYERS[name], kind))
     planes, best, cheapest, evaluated = of.planes(of.pieces[0]), None, inf, 0
     for largest, sizes in warps._candidates(of):
-        least = warps._least_cost(of, planes, largest)
+        least = warps._least_cost(of, planes, largest, warps._least_of_segment(of, planes, largest.block_rows))
         for segments in sizes:
             tiling = replace(largest, segments=segments)
             cost = warps._cost(of, planes, tiling, H200)
@@ -43,7 +43,10 @@ def test_warps(name: str, kind: tuple[str, str]) -> None:
             if cost is not None and cost < cheapest:
                 best, cheapest = tiling, cost
             evaluated += 1
-    assert evaluated > 50 and warps.tiling_of(of, H200) == best
+    warps.tiling_of.cache_clear()
+    with effort.unlimited():
+        assert evaluated > 50 and warps.tiling_of(of, H200) == best
+    warps.tiling_of.cache_clear()
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -60,7 +63,23 @@ def test_boxes_of_hopper(name: str, kind: tuple[str, str]) -> None:
             if made := buffers(tiling, box, H200.shared_bytes):
                 costs.append(box_cost(of, made, size))
                 assert bound.of(box, size) <= costs[-1], (tiling, box)
-        found = hopper_search.best_buffers(of, tiling, size, H200.shared_bytes)
+        with effort.unlimited():
+            found = hopper_search.best_buffers.__wrapped__(of, tiling, size, H200.shared_bytes)
         assert min(costs, default=None) == (None if found is None else box_cost(of, found, size))
         looked_at += len(costs)
     assert looked_at > 20
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tilings_of_hopper(name: str) -> None:
+    """Every tiling takes at least its bound, and the search finds the first of those that are nearly the fastest."""
+    problem = weight_grad(LAYERS[name], KINDS[0])
+    of = hopper.layer_of(problem)
+    size, _ = hopper.as_walked(problem, of.at_once)
+    volume = problem.batch, size
+    found = hopper_search.tilings(of, H200, hopper_search.CHOICES[volume_kind(problem.batch * prod(size))])
+    costs = [hopper_search.tiling_cycles(of, tiling, *volume, H200) for tiling in found]
+    for tiling, cost in zip(found, costs, strict=True):
+        assert hopper_search._least_cycles(of, tiling, *volume, H200) <= cost, tiling
+    good = (i for i, cost in enumerate(costs) if cost <= hopper_search.AS_GOOD * min(costs))
+    assert hopper_search._best_tiling(of, H200, *volume) == found[next(good)]
