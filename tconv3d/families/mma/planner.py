@@ -26,14 +26,24 @@ from ...planning.sums import Sum, add_parts
 from ...planning.turning import channel_rows
 from . import search
 from .arguments import MMA, MMA_PACK
-from .model import HALVES, ODD_PAIRS, PAIRS, PIECES, WORDS, Build, Candidate, candidates, candidates_of
+from .model import (
+    HALVES,
+    MULTIPLY_CYCLES,
+    ODD_PAIRS,
+    PAIRS,
+    PIECES,
+    WORDS,
+    Build,
+    Candidate,
+    candidates,
+    candidates_of,
+)
 from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
 HOLDS_CHANNELS = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
-# TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, on an H200.
-PRODUCTS_PER_CYCLE = 565.0
+PRODUCTS_PER_CYCLE = 1024 / MULTIPLY_CYCLES  # TF32 multiply-adds per cycle and multiprocessor, by the model
 MAX_TAPS = 1024  # taps that the tables of a kernel hold
 PACK_THREADS = 256  # threads per block of mma_pack
 ALIGN = 256  # bytes to which a region of the workspace is aligned
