@@ -34,7 +34,7 @@ from rich.progress import track
 from ..api.ahead import compile_all
 from ..api.tune import random_call
 from ..families.pytorch import planner as pytorch_planner
-from ..planning import planner
+from ..planning import aligning, planner
 from ..planning.calibration import TERMS, kind_of, terms
 from ..planning.offers import Offer, Wanted
 from ..planning.problem import Device, Pass, Plan, Problem
@@ -63,6 +63,9 @@ ERRORS = (
     "measured times are"
 )
 Work: TypeAlias = tuple[str, Layer, str, str]  # name, layer, precision and memory layout
+# Offers that run other kernels on copies of their operands: their work holds the predicted times of these kernels, so
+# that rates fitted to it would change it. Their own launches keep derived rates.
+DETOURS = (aligning.KERNEL, aligning.TO_ROWS)
 LEAST_TIMES = 6  # measured times of a kind from which it gets rates of its own
 REWEIGHTED = 30  # rounds of least squares in a fit
 SMALL_ERROR = 0.02  # error of a logarithm below which rows have equal weights
@@ -209,6 +212,8 @@ def fit(rows: Iterable[Timed]) -> dict[str, dict[str, Any]]:
     """Rates by kernel and kind, and for every kernel those of all its kinds together."""
     by_kernel: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
+        if row.kernel in DETOURS:
+            continue
         by_kernel[row.kernel][row.kind].append(row)
         by_kernel[row.kernel]["any"].append(row)
     return {

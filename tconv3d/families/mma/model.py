@@ -27,9 +27,9 @@ COPY_BYTES = (16, 4, 2, 32, 32)  # bytes of a copy of each lane, by kind of copy
 # Bytes that a thread copies between two rows of taps, by kind of copy; twice as many if it has two pairs.
 JOB_BYTES = (0, 0, 16, 32, 32)
 
-# The unit of all costs is a cycle of one multiprocessor. Rates and waiting times were fitted to 317 times, measured on
-# an H200 that was told to be an A100 (2026-11-18): predictions are 17% off on average, and among 13 builds they choose
-# one that takes 6% longer than the fastest (18% before). Instructions were counted.
+# The unit of all costs is a cycle of one multiprocessor. Rates and waiting times were fitted to 317 times, measured
+# on an H200 that was told to be an A100 (2026-11-18): predictions are 17% off on average, and among 13 builds of a
+# layer they choose one that takes 6% longer than the fastest. Instructions were counted.
 MULTIPLY_CYCLES = 1.7  # cycles per matrix instruction if all four schedulers issue them
 SHARED_BYTES_PER_CYCLE = 128.0  # bytes per cycle of shared memory
 L2_BYTES_PER_CYCLE = 18.5  # bytes per cycle and multiprocessor that L2 delivers if all multiprocessors read

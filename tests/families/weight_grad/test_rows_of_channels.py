@@ -108,13 +108,13 @@ def test_the_bias_in_the_same_pass_and_every_bit_again(name: str, rows: str, mon
     assert again[0] is not None and torch.equal(again[0], dw) and torch.equal(again[1], db)
 
 
-def test_what_it_refuses_and_its_price() -> None:
-    """A word of 16-bit elements would have two channels; nobody has measured rows of channels."""
+def test_what_it_refuses() -> None:
+    """A word of 16-bit elements would have two channels."""
     layer = Layer(64, 96, (20, 40, 40), T3, T2, T1, batch=8)
     assert "two channels" in (hopper.why_not(problem(layer, "bfloat16"), H200) or "")
     p = problem(layer)
     (offer,) = hopper.offer({p.which: p}, H200)
-    assert isinstance(offer, Offer) and offer.kind == hopper.ROWS_OF_CHANNELS and offer.surcharge > 1
+    assert isinstance(offer, Offer)
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 7, 8, 10, 16, 18, 32, 34, 64, 100])
