@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from math import inf, prod
 from operator import itemgetter
 
-from ...planning.effort import HALO_BUILD, HALO_BUILDS, Effort
+from ...planning.effort import HALO_BUILD, HALO_BUILDS, HALO_TILING, Effort
 from . import loading
 from .build import SLAB, Build, Division, Input, Output, VariantKind, ceil_div
 from .job import Job
@@ -304,7 +304,7 @@ def least(build: Build, job: Job, multiprocessors: int) -> Least | None:
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
     """Returns the fastest tiling after its predicted cycles, or None if no tiling takes at most `most` cycles."""
     bounds = least(build, job, multiprocessors)
-    return None if bounds is None else _best_tiling(bounds, most, Effort(HALO_BUILD))[0]
+    return None if bounds is None else _best_tiling(bounds, most, Effort(HALO_TILING))[0]
 
 
 def _best_tiling(

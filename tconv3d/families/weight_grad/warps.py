@@ -218,10 +218,10 @@ def tiling_of(layer: Layer, device: Device) -> Tiling | None:
     for least, number, largest, sizes in sorted(bounded, key=itemgetter(0, 1)):
         if least > best[0] or (effort.spent and found is not None):
             break
-        effort.count(len(sizes))
         for segments in sizes:
             tiling = replace(largest, segments=segments)
             cost = _cost(layer, planes, tiling, device)
+            effort.count(cost is not None)
             if cost is not None and (cost, number, segments) < best:
                 best, found = (cost, number, segments), tiling
     return found
