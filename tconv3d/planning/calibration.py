@@ -178,6 +178,16 @@ def largest_error(kernel: str, kind: str, device: Device) -> float | None:
     return found.get("largest_error")
 
 
+def doubt(kernel: str, kind: str, device: Device) -> float:
+    """Returns the factor within which 95% of the measured times lie around predictions by the rates in use.
+
+    The result is 1 if nobody has measured the kernel.
+    """
+    gpu = gpus.known(device)
+    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
+    return float((_fitted(name, kernel, kind) or {}).get("largest_error", 1.0))
+
+
 def scaled(
     rates: dict[str, float], measured_on: Gpu, gpu: Gpu, kind: str = "", tensor_cores: bool = True
 ) -> dict[str, float]:

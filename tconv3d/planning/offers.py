@@ -42,6 +42,11 @@ class Offer:
     kind: str = ""  # kind of the rates (`calibration.kind_of`); the kind of `problem` by default
     surcharge: float = 1.0  # factor from the predicted time to the price, for predictions that may be far too low
 
+    @property
+    def rates(self) -> str:
+        """The kind of the rates by which the time is predicted."""
+        return self.kind or calibration.kind_of(self.problem)
+
     @cached_property
     def microseconds(self) -> float:
         """The predicted time in microseconds; infinite if nobody has measured such a call."""

@@ -35,7 +35,7 @@ from ..api.ahead import compile_all
 from ..api.tune import random_call
 from ..families.pytorch import planner as pytorch_planner
 from ..planning import aligning, planner
-from ..planning.calibration import TERMS, kind_of, terms
+from ..planning.calibration import TERMS, terms
 from ..planning.offers import Offer, Wanted
 from ..planning.problem import Device, Pass, Plan, Problem
 from ..runtime import compiler
@@ -114,9 +114,8 @@ def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) ->
                 if o.microseconds <= HOPELESS * least and math.isfinite(o.microseconds):
                     amount = terms(o.problem, o.work())
                     label = f"{name} {dtype} {layout}"
-                    kind = o.kind or kind_of(o.problem)
                     found.append(
-                        Candidate(label, dtype, wanted, o.kernel, kind, o.passes, amount, o.plan(), o.microseconds)
+                        Candidate(label, dtype, wanted, o.kernel, o.rates, o.passes, amount, o.plan(), o.microseconds)
                     )
     launches = {(launch.kernel, launch.constants) for each in found for launch in each.plan.launches}
     compile_all(tuple(sorted(launches, key=repr)), compiler.architecture(device.capability))

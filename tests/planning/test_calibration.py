@@ -51,10 +51,12 @@ def test_work_in_the_units_of_the_rates() -> None:
 
 
 def test_kinds_are_pass_type_and_layout() -> None:
-    assert kind_of(FORWARD) == "forward, float32, contiguous"
-    assert kind_of(replace(FORWARD, tf32=False)) == "forward, strict, contiguous"
+    assert FORWARD.output_size[2] % 2 and kind_of(FORWARD) == "forward, float32, odd lines"
+    even = problem(replace(LAYER, output_padding=(0, 0, 1), size=(*LAYER.size[:2], 6)), Pass.FORWARD)
+    assert kind_of(even) == "forward, float32, contiguous"
+    assert kind_of(replace(even, tf32=False)) == "forward, strict, contiguous"
     assert kind_of(replace(FORWARD, dtype="bfloat16")) == kind_of(replace(FORWARD, dtype="float16"))
-    assert kind_of(replace(FORWARD, dtype="float64")) == "forward, float64, contiguous"
+    assert kind_of(replace(even, dtype="float64")) == "forward, float64, contiguous"
     last = channels_last_strides((LAYER.batch, LAYER.in_channels, *LAYER.size))
     assert kind_of(replace(FORWARD, input=last)) == "forward, float32, channels last"
     bias = problems(LAYER)[Pass.BIAS_GRAD]
