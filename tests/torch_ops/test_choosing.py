@@ -270,6 +270,28 @@ def test_offers_are_timed_where_the_best_prediction_is_not_confirmed(monkeypatch
     assert not choosing.measures(wanted, [*offers, rival(0.9, 1.5)], device, False, cuda=True)
 
 
+def test_offers_are_timed_where_others_are_predicted_to_be_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operator is close below 1.6 times the best prediction, a kernel within the best kernel's doubt."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    module = tconv3d.ConvTranspose3d(64, 32, 2, 2)
+    problem, *_ = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(module, (2, 64, 32, 32, 32)))
+    wanted, device = {problem.which: problem}, GPUS["H200"].device
+    (best,) = planner.best(choosing._offers(planner.answers(wanted, device)), wanted, device, 1)[0]
+
+    def rival(kernel: str, factor: float) -> Offer:
+        offer = replace(best, kernel=kernel, least=None)
+        vars(offer)["microseconds"] = factor * best.microseconds
+        return offer
+
+    def timed(*others: Offer) -> bool:
+        return choosing.measures(wanted, [best, *others], device, False, cuda=True)
+
+    assert not timed() and not timed(rival("rival", 1.1))
+    assert timed(rival(choosing.PYTORCH, 1.5)) and not timed(rival(choosing.PYTORCH, 1.7))
+    monkeypatch.setattr(calibration, "doubt", lambda kernel, kind, device: 2.5 if kernel == best.kernel else 1.0)
+    assert timed(rival("rival", 2.4)) and not timed(rival("rival", 2.6)) and not timed()
+
+
 def test_under_capture_the_prediction_decides_and_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = layer(), example()
     with torch.no_grad():
