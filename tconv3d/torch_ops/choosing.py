@@ -4,8 +4,8 @@ Offers are timed at the first call of a layer if `torch.backends.cudnn.benchmark
 for this, if nobody has calibrated the GPU, if the least predicted time is one that nobody has confirmed by measuring
 (that of a kernel with derived rates, or PyTorch's), if PyTorch's predicted time is close to it, or if predictions for
 that kernel are often far off and another is predicted to be that close. The winner is stored on disk
-(`planning/winners.py`), so that later calls, in this and in other processes, take the same one and give the same bits;
-`tune` stores winners too.
+(`planning/winners.py`), so that later calls, in this and in other processes, take the same one and give the same
+bits; `tune` stores winners too.
 
 Nothing is timed while a CUDA graph is captured or if memory is short: then the prediction decides. Before a kernel is
 timed, its result is compared with that of PyTorch's operator (`examining`); a kernel that is wrong does not win.
