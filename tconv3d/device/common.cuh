@@ -155,11 +155,15 @@ struct Int {
   static constexpr int value = kValue;
   __device__ constexpr operator int() const { return kValue; }
 };
-template <int kCount, int kIndex = 0, class Body>
+// The indices are halved, because compilers end a recursion of 200 templates.
+template <int kEnd, int kBegin = 0, class Body>
 __device__ __forceinline__ void static_for(Body&& body) {
-  if constexpr (kIndex < kCount) {
-    body(Int<kIndex>{});
-    static_for<kCount, kIndex + 1>(body);
+  constexpr int kCount = kEnd - kBegin;
+  if constexpr (kCount == 1) {
+    body(Int<kBegin>{});
+  } else if constexpr (kCount > 1) {
+    static_for<kBegin + kCount / 2, kBegin>(body);
+    static_for<kEnd, kBegin + kCount / 2>(body);
   }
 }
 

@@ -59,6 +59,7 @@ _FLAGS = (
     "-fno-exceptions",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
+    "-ftemplate-depth=200",  # NVRTC's limit
 )
 # A GPU faults where the address of a vector is no multiple of its size, and CPUs do not. The compiler therefore puts
 # a check before every access whose type has an alignment above one byte, and before every index into an array of

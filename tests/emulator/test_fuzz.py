@@ -32,6 +32,14 @@ pytestmark = pytest.mark.skipif(
 
 # Cases that failed once, each a list that runs in one process. Lines that `make fuzz` prints are pasted here.
 KEPT: dict[str, list[Case]] = {
+    "loops of more than 200 steps at compile time": [
+        Case(
+            Layer(88, 80, (1, 1, 10), (7, 1, 7), (2, 2, 1), (5, 0, 3), (0, 1, 0), (2, 1, 1), batch=1),
+            plans="H200",
+            input=Memory("ndhwc"),
+            weight=Memory("ndhwc"),
+        )
+    ],
     "pairs of dx stored as if every line were whole": [
         Case(
             Layer(32, 16, (4, 4, 31), (3, 3, 3), (2, 2, 2), output_padding=(1, 1, 1), batch=1),
