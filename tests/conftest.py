@@ -31,13 +31,15 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
-# Files whose tests with many parameters take minutes: make test runs every second to fifth combination of them, and
+# Files whose tests with many parameters take minutes: make test runs every third to ninth combination of them, and
 # `pytest --thorough` (make test-thorough) all. Tests with the mark `thorough` run there alone.
 THINNED = {
-    **dict.fromkeys(("halo", "mma", "weight_grad"), 5),
-    **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 4),
-    **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "tiles"), 3),
-    **dict.fromkeys(("up", "up_backward", "up_grad", "reuse", "fuse", "folding", "windows", "rows"), 2),
+    **dict.fromkeys(("halo", "mma", "weight_grad"), 9),
+    **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 8),
+    **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "tiles", "reductions"), 5),
+    **dict.fromkeys(("up", "up_backward", "up_grad", "reuse", "fuse", "folding", "windows", "rows"), 4),
+    **dict.fromkeys(("export", "export_chain", "group_backward", "unfold"), 4),
+    **dict.fromkeys(("specialise", "bench", "over_channels", "transforms"), 3),
 }
 FEW = 4  # combinations of one test that are all run
 
@@ -47,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps every second to fifth combination of parameters of long tests, unless somebody asks for single tests."""
+    """Keeps every third to ninth combination of parameters of long tests, unless somebody asks for single tests."""
     if config.getoption("--thorough") or any("::" in argument for argument in config.args):
         return
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}

@@ -157,7 +157,7 @@ def known() -> set[Kernel]:
 edges = st.integers(3, 90)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=3)
 @given(batch=st.sampled_from((1, 2, 3, 8)), d=edges, h=edges, w=edges)
 def test_nothing_is_left_to_compile(batch: int, d: int, h: int, w: int) -> None:

@@ -248,7 +248,7 @@ def exported(name: str, **options: Any) -> str:
 
 
 def test_the_header_says_what_is_computed_where() -> None:
-    text = exported("left to PyTorch", forward_only=True)
+    text = " ".join(exported("left to PyTorch", forward_only=True).split())
     assert "PyTorch computes behind the kernels: _softmax." in text
     assert "Computes min(max(z, 0), 1)." in text
     assert "An average pool moves into the weight" in exported("moved", forward_only=True)

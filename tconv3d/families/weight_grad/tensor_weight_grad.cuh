@@ -282,7 +282,7 @@ struct TensorWeightGrad {
       TCONV3D_ASSUME(!inside || S::kElements || at + S::kVector * kPerWord <= size.w);
       const Scalar* element = from + e * S::kStepW * static_cast<Index>(strides.w);
       // Few addresses are live at a time with kAsync; otherwise loaded values need fixed registers.
-      constexpr int kUnroll = C::kAsync ? 2 : S::kLoads;
+      [[maybe_unused]] constexpr int kUnroll = C::kAsync ? 2 : S::kLoads;
 #pragma unroll kUnroll
       for (int k = 0; k < S::kLoads; ++k) {
         if (k > 0 && (kAllInside || in_group + k * C::kLaneChannels <= last)) element += step;

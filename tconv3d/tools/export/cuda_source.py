@@ -159,9 +159,16 @@ def _mentioned(text: str) -> set[str]:
 
 
 def _is_read(constant: tuple[str, Constant], words: set[str]) -> bool:
-    """Says whether a constant is mentioned; one that names a type must be mentioned as a member of a Config."""
+    """Says whether a constant is mentioned; one that names a type must be mentioned as a member of a Config.
+
+    A type that no kernel needs is left out of the source, and then so is its name in a Config: functions that mention
+    the member are compiled for other kernels.
+    """
     name, value = constant
-    return (f"::{name}" if isinstance(value, str) else name) in words
+    if not isinstance(value, str):
+        return name in words
+    written = value.replace("tconv3d::", "")
+    return f"::{name}" in words and (written != IDENTITY or IDENTITY in words)
 
 
 def _trimmed(operation: Operation, words: Mapping[str, set[str]]) -> Operation:
@@ -175,6 +182,7 @@ def _trimmed(operation: Operation, words: Mapping[str, set[str]]) -> Operation:
     return replace(operation, plans=plans)
 
 
+IDENTITY = "Identity"  # the epilogue of passes without one
 # Constants that are used to launch a kernel, and perhaps never inside it.
 _BOUNDS = ("kThreads", "kMinBlocks", "kClusterSize", arguments.TAIL)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers import Layer, poisoned, to_tf32
+from preferred import preferring
 
 import tconv3d
 from tconv3d import emulator
@@ -75,6 +76,7 @@ def plan_alone(x: torch.Tensor, w: torch.Tensor, *settings: Any) -> Plan:
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((n, torch.float32) for n in LAYERS), *((n, torch.bfloat16) for n in IN_16_BITS)], ids=str
 )
+@preferring("halo")
 def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     layer = replace(LAYERS[name], bias=False)

@@ -44,7 +44,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
         return (each for each in every(problem, device) if each.build.resident)
 
     def fastest(problem: Problem, device: Device) -> mma_planner.Choice | None:
-        best = min(resident(problem, device), key=lambda each: each.cycles(device), default=None)
+        # Where there are more steps of weights than stages of a ring, a ring would overwrite weights.
+        best = min(
+            resident(problem, device),
+            key=lambda each: (each.weight_stages <= each.build.stages, each.cycles(device)),
+            default=None,
+        )
         return None if best is None else (best.build, best.rows)
 
     def noted(candidate: Candidate, problem: Problem) -> planner.Plan:
