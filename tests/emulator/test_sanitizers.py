@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
 }
 # Kernels that are to run, though they are predicted to win for larger layers.
 PREFERRED = {
-    "groups": ("depthwise_tiles", "depthwise_tiles_weight_grad"),
+    "monai": ("depthwise_tiles_weight_grad",),
     "small groups": ("group_backward",),
     "depthwise": ("depthwise_lines", "depthwise"),
     "up-convolution": ("up", "up_backward"),
