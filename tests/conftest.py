@@ -31,17 +31,18 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
-# Files whose tests with many parameters take minutes: make test runs every third to ninth combination of them, and
-# `pytest --thorough` (make test-thorough) all. Tests with the mark `thorough` run there alone.
+# Of a test with many parameters make test runs every third combination, or fewer in these files, whose tests take
+# minutes; `pytest --thorough` (make test-thorough) runs all. Tests with the mark `thorough` run there alone.
+OTHERS = 3
 THINNED = {
     **dict.fromkeys(("halo", "mma", "weight_grad"), 9),
     **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 8),
     **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "tiles", "reductions"), 5),
     **dict.fromkeys(("up", "up_backward", "up_grad", "reuse", "fuse", "folding", "windows", "rows"), 4),
-    **dict.fromkeys(("export", "export_chain", "group_backward", "unfold"), 4),
-    **dict.fromkeys(("specialise", "bench", "over_channels", "transforms"), 3),
+    **dict.fromkeys(("export", "export_chain", "group_backward", "unfold", "specialise", "bench"), 5),
+    **dict.fromkeys(("docs", "compatibility", "house_rules"), 1),
 }
-FEW = 4  # combinations of one test that are all run
+FEW = 3  # combinations of one test that are all run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,13 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.stem.removeprefix("test_") in THINNED:
-            groups.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        groups.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     left_out = [
         item
         for (path, _), group in groups.items()
         for i, item in enumerate(group)
-        if len(group) > FEW and i % THINNED[path.stem.removeprefix("test_")]
+        if len(group) > FEW and i % THINNED.get(path.stem.removeprefix("test_"), OTHERS)
     ]
     left_out += [item for item in items if item.get_closest_marker("thorough")]
     if left_out:

@@ -99,6 +99,7 @@ def compiled(model: Any, backend: Any = plainly, **options: Any) -> Any:
     return torch.compile(model, backend=backend, fullgraph=True, **options)
 
 
+@pytest.mark.thorough
 def test_the_backend_by_its_name(said: Callable[[], list[str]]) -> None:
     """Two chains, trained; statistics are updated once for each call."""
     model = Decoder()
@@ -122,6 +123,7 @@ def test_an_accelerated_model_with_the_default_backend(said: Callable[[], list[s
     assert len(said()) == before
 
 
+@pytest.mark.thorough
 def test_another_process_takes_a_graph_from_the_cache_on_disk(tmp_path: Path) -> None:
     """What Inductor has kept names a tail by its text, so that a process that has not seen the tail can run it."""
     code = """
@@ -144,6 +146,7 @@ torch.testing.assert_close(y, expected)
         assert done.returncode == 0 and "unfused" not in done.stderr, done.stderr
 
 
+@pytest.mark.thorough
 def test_sizes_that_change(said: Callable[[], list[str]]) -> None:
     """With dynamic sizes one graph serves all; the eps of a norm is part of it, and another eps makes another."""
     model = Decoder()

@@ -35,6 +35,7 @@ def test_results_have_the_bits_of_one_process_and_gradients_are_right(four_ranks
     assert not wrong_cases(four_ranks, cases[quarter::4], "direct")
 
 
+@pytest.mark.thorough
 def test_tensor_core_kernels_take_windows(four_ranks: Group) -> None:
     cases = spatial_draws.cases(spatial_draws.TENSOR_CORES, each=2)
     assert not wrong_cases(four_ranks, cases, "tensor cores")

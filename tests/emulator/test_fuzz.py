@@ -149,6 +149,7 @@ def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+@pytest.mark.thorough
 def test_cases_pass_under_sanitizers() -> None:
     with Worker("cpu", sanitized()) as worker:
         outcome = worker.run(draw.cases(1, 11)[:3])

@@ -222,6 +222,7 @@ def test_planning_work_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("empty_cache")
+@pytest.mark.thorough
 def test_random_calls_are_planned_in_bounded_time() -> None:
     chance = random.Random(0)
     for _ in range(CASES):

@@ -360,6 +360,7 @@ def test_a_caller_that_cannot_be_examined_counts_as_busy() -> None:
 
 
 @pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+@pytest.mark.thorough
 def test_what_it_costs_is_measured(tmp_path: Path) -> None:
     """The script with which the figures of the documents are measured, for an instant and in the emulator."""
     figures = tmp_path / "figures.json"

@@ -109,6 +109,7 @@ def test_wide_layers_follow_the_seed_and_cover_what_pytorch_takes() -> None:
 
 
 @needs_emulator
+@pytest.mark.thorough
 def test_wide_layers_are_measured_each_in_its_kind(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     done = command("verify", "--random", "1", "--seed", "3", "--wide", "--dtype", "float32", "--json", str(file))
@@ -269,6 +270,7 @@ def test_a_model_that_is_none(
 
 
 @needs_emulator
+@pytest.mark.thorough
 def test_a_whole_model_before_and_after(module: types.ModuleType) -> None:
     model, example = models.load("users_networks:with_input")
     before = {name: type(each) for name, each in model.named_modules()}
@@ -485,6 +487,7 @@ def found() -> results.Results:
         return run.measure(work, options, quiet(), EMULATED)
 
 
+@pytest.mark.thorough
 def test_every_layer_in_every_kind_has_a_row(found: results.Results) -> None:
     rows = [(row.layer, row.dtype, row.layout, row.which) for row in found.rows]
     assert rows == [

@@ -239,6 +239,7 @@ def test_second_derivatives(emulated: Callable[..., ModuleType]) -> None:
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_autocast_chooses_the_type(emulated: Callable[..., ModuleType]) -> None:
     module = emulated("few outputs", HOPPER)
     model = module.ModelNew(*module.get_init_inputs())
@@ -493,6 +494,7 @@ def test_nvrtc_compiles_the_kernels_of_every_layer(name: str, forward_only: bool
 
 @pytest.mark.slow
 @pytest.mark.skipif(not all(map(shutil.which, ("nvcc", "ninja"))), reason="nvcc or ninja is not installed")
+@pytest.mark.thorough
 def test_load_inline_compiles_both_sources_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs what the file's call of load_inline does but the link, for which PyTorch must be one with CUDA."""
     said = []

@@ -180,6 +180,7 @@ def test_results_have_the_librarys_bits(loaded: Callable[..., ModuleType], name:
         pytest.param("left to PyTorch", torch.float32, "channels_last_3d", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_several_types_and_layouts_in_one_file(
     loaded: Callable[..., ModuleType], name: str, dtype: torch.dtype, layout: str
 ) -> None:
@@ -218,6 +219,7 @@ def several(name: str, **options: Any) -> str:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", ["norm", pytest.param("passed tensor", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_gradients(loaded: Callable[..., ModuleType], name: str) -> None:
     """By passes ("norm", with the library's bits), and by PyTorch behind the convolution's own kernels."""
     module = loaded(name)

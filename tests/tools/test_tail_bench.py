@@ -163,6 +163,7 @@ def found() -> results.Results:
         return run.measure(work, run.Options(backward=True, seed=0), quiet(), EMULATED)
 
 
+@pytest.mark.thorough
 def test_every_pair_has_a_row_for_forward_and_step(found: results.Results) -> None:
     words = {
         ("residual", "forward"): "kernel",

@@ -55,6 +55,7 @@ def save(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+@pytest.mark.thorough
 def test_a_saved_program_says_what_to_import_and_then_runs_packed_kernels(tmp_path: Path) -> None:
     saving = f"import pathlib, test_saved_programs as t; t.save(pathlib.Path({str(tmp_path)!r}))"
     places = os.pathsep.join((PYTHONPATH, str(Path(__file__).parent)))

@@ -153,6 +153,7 @@ def all_passes(name: str) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+@pytest.mark.thorough
 def test_sanitizers_find_nothing() -> None:
     child = subprocess.run([sys.executable, __file__], env=sanitized(), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
