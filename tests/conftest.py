@@ -31,8 +31,8 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
-# A test with many parameters runs with every third combination in make test, or with fewer in these files, whose tests
-# take minutes; `pytest --thorough` (make test-thorough) runs all. Tests with the mark `thorough` run there alone.
+# A test with many parameters runs with every third combination in make test, or with fewer in these files, whose
+# tests take minutes; `pytest --thorough` (make test-thorough) runs all. Tests with the mark `thorough` run there alone.
 OTHERS = 3
 THINNED = {
     **dict.fromkeys(("halo", "mma", "weight_grad"), 9),
