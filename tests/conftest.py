@@ -32,7 +32,7 @@ RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the ke
 
 
 # A test with many parameters runs with every third combination in make test, or with fewer in these files, whose
-# tests take minutes; `pytest --thorough` (make test-thorough) runs all. Tests with the mark `thorough` run there alone.
+# tests take minutes; `pytest --thorough` (make test-thorough) runs all. Tests marked `thorough` run there alone.
 OTHERS = 3
 THINNED = {
     **dict.fromkeys(("halo", "mma", "weight_grad"), 9),
