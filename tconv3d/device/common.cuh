@@ -158,12 +158,11 @@ struct Int {
 // The indices are halved, because compilers end a recursion of 200 templates.
 template <int kEnd, int kBegin = 0, class Body>
 __device__ __forceinline__ void static_for(Body&& body) {
-  constexpr int kCount = kEnd - kBegin;
-  if constexpr (kCount == 1) {
+  if constexpr (kEnd - kBegin == 1) {
     body(Int<kBegin>{});
-  } else if constexpr (kCount > 1) {
-    static_for<kBegin + kCount / 2, kBegin>(body);
-    static_for<kEnd, kBegin + kCount / 2>(body);
+  } else if constexpr (kEnd > kBegin) {
+    static_for<(kBegin + kEnd) / 2, kBegin>(body);
+    static_for<kEnd, (kBegin + kEnd) / 2>(body);
   }
 }
 
