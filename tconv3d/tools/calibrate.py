@@ -63,8 +63,8 @@ ERRORS = (
     "measured times are"
 )
 Work: TypeAlias = tuple[str, Layer, str, str]  # name, layer, precision and memory layout
-# Offers that run other kernels on copies of their operands: their work holds the predicted times of these kernels, so
-# that rates fitted to it would change it. Their own launches keep derived rates.
+# Offers that run other kernels on copies of their operands: the work of such an offer holds the predicted times of
+# these kernels, and would change with rates fitted to it. The launches that copy keep derived rates.
 DETOURS = (aligning.KERNEL, aligning.TO_ROWS)
 LEAST_TIMES = 6  # measured times of a kind from which it gets rates of its own
 REWEIGHTED = 30  # rounds of least squares in a fit

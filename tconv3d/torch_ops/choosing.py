@@ -44,7 +44,7 @@ from .measuring import BUDGET_MS, Candidate, Run, Trial, race
 
 MEASURE = "TCONV3D_MEASURE"  # the environment variable with the initial choice of `measure_offers`
 # PyTorch's operator is timed too if it is predicted to take less than this many times as long as the best kernels:
-# its predictions are right within a factor of 1.2 to 1.6 for most calls (the typical errors in planning/rates).
+# predictions for it are right within a factor of 1.2 to 1.6 for most calls (the typical errors in planning/rates).
 CLOSE = 1.6
 # The best kernels are timed beside the next best if their predictions may be off by more than this factor, and the
 # next best are predicted to be that close. Over 560 calls on an H200, half of which are timed by these two rules, the
