@@ -248,7 +248,9 @@ def test_it_ends_with_the_process_that_started_it(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     work = own_cache.parent / "work"
     work.write_text(plain.dumps((problems(CONVOLUTION, 2, (8, 8, 8))[0], H200)))
-    until = "while not __import__('os').path.exists(__import__('os').environ['STUB_LOG']): time.sleep(0.01)\n"
+    log = own_cache.parent / "log"
+    log.touch()
+    until = f"while not __import__('os').path.getsize({str(log)!r}): time.sleep(0.01)\n"
     last = {
         "killed": "time.sleep(100)",
         "ends": "",
