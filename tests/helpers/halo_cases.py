@@ -13,8 +13,9 @@ from tconv3d import emulator
 from tconv3d.families.halo import candidates
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Build, Division, Input, Output, Weights
-from tconv3d.families.halo.job import job_of
+from tconv3d.families.halo.job import Job, job_of
 from tconv3d.families.halo.launches import HaloPlan
+from tconv3d.families.halo.tiling import Tiling, tilings
 from tconv3d.planning.geometry import Geometry, Triple
 from tconv3d.planning.problem import Device, Pass, Problem
 
@@ -321,6 +322,12 @@ class Tensors:
         if plan.sum:
             emulator.prepare(plan.sum, order)(tuple(places[name] for name in plan.sum.pointers))
 
+    def check(self, plan: HaloPlan, order: str = "forward") -> None:
+        """Asserts that a plan computes all outputs, and right."""
+        self.y.fill_(float("nan"))
+        self.run(plan, order)
+        assert self.error < TOLERANCE[self.case.dtype], (plan.build, plan.tiling)
+
     @property
     def error(self) -> float:
         c = self.case
@@ -337,6 +344,13 @@ def operand(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.float32:
         return tensor.double()
     return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+
+
+def all_tilings(case: Case) -> tuple[Tensors, Build, Job, list[Tiling]]:
+    """Returns the tensors of a case, its build, its job, and all tilings that the build has of the job."""
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    return tensors, build, job, list(tilings(build, case.batch, job.positions, job.read_size))
 
 
 def build_for(case: Case) -> Build:

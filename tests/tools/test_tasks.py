@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import tconv3d
 from tconv3d.tools import tasks
 from tconv3d.torch_ops.backend import Backend
 
+pytestmark = pytest.mark.usefixtures("strict_float32")
 EMPTY = inspect.Parameter.empty
 SIMPLE = {"in_channels": EMPTY, "out_channels": EMPTY, "kernel_size": EMPTY}
 STRIDED = {**SIMPLE, "stride": 1, "padding": 0, "output_padding": 0}
@@ -57,15 +57,6 @@ LAYERS = {
     "asymmetric_kernel": (32, 64, (3, 5, 5), ONE, NONE, NONE, ONE, 1),
     "relu_group_norm": (64, 128, (3, 3, 3), ONE, NONE, NONE, ONE, 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def strict_float32() -> Iterator[None]:
-    """No TF32, which the emulator rounds to as a GPU does: the reference is float64."""
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
-    yield
-    convolutions.fp32_precision = before
 
 
 def convolution(model: nn.Module) -> nn.ConvTranspose3d:
