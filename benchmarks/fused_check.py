@@ -75,9 +75,7 @@ def time_task(dtype: str, clock: Clock, torch_too: bool, compiled: bool) -> dict
     ours = task.ModelNew(*task.get_init_inputs()).to("cuda", DTYPES[dtype])
     ours.load_state_dict(theirs.state_dict())
     last = torch.channels_last_3d
-    ways: dict[str, tuple[Any, nn.Module, Tensor, bool]] = {
-        "ours": (ours, ours, x, False),
-    }
+    ways: dict[str, tuple[Any, nn.Module, Tensor, bool]] = {"ours": (ours, ours, x, False)}
     if torch_too:
         ways |= {
             "eager": (theirs, theirs, x, False),

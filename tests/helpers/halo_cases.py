@@ -115,14 +115,7 @@ SETTINGS = {
     "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
     "rows begin anywhere": Case(8, 5, (3, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, **IMAGES}),
     "rows begin anywhere, parts of a line, bfloat16": Case(
-        16,
-        20,
-        (2, 3, 70),
-        3,
-        2,
-        1,
-        dtype="bfloat16",
-        build={**MARCH, "slabs": 1, **IMAGES, "producers": 1},
+        16, 20, (2, 3, 70), 3, 2, 1, dtype="bfloat16", build={**MARCH, "slabs": 1, **IMAGES, "producers": 1}
     ),
     "rows begin anywhere, groups": Case(
         32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, **IMAGES}
@@ -220,14 +213,7 @@ SETTINGS = {
         build={"split": (True, True, False), **COPIED, **SMALL_PANELS, "outputs": 24},
     ),
     "copied, long rows stored as they are": Case(
-        64,
-        20,
-        (2, 4, 20),
-        4,
-        2,
-        1,
-        dtype="bfloat16",
-        build={"split": (True, True, False), **COPIED, **STREAMED},
+        64, 20, (2, 4, 20), 4, 2, 1, dtype="bfloat16", build={"split": (True, True, False), **COPIED, **STREAMED}
     ),
     "copied, channels last, two column tiles of channels": Case(
         64,
@@ -252,13 +238,7 @@ SETTINGS = {
         2,
         1,
         dtype="bfloat16",
-        build={
-            "split": (True, True, False),
-            **COPIED,
-            "weights": Weights.STREAMED,
-            "slots": 4,
-            **DIVIDED,
-        },
+        build={"split": (True, True, False), **COPIED, "weights": Weights.STREAMED, "slots": 4, **DIVIDED},
     ),
     "divided, resident": Case(80, 16, (3, 4, 5), 3, 1, 1, dtype="float16", build={**FLAT, **DIVIDED}),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),

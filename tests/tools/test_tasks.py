@@ -20,11 +20,7 @@ STRIDED = {**SIMPLE, "stride": 1, "padding": 0, "output_padding": 0}
 
 # Input shape, constructor (name: default, in order), and the shape of the output at full size.
 SPECIFIED: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, ...]]] = {
-    "grouped_strided": (
-        (4, 32, 32, 64, 128),
-        {**STRIDED, "groups": 1, "bias": False},
-        (4, 32, 63, 127, 255),
-    ),
+    "grouped_strided": ((4, 32, 32, 64, 128), {**STRIDED, "groups": 1, "bias": False}, (4, 32, 63, 127, 255)),
     "large_volume": (
         (8, 48, 96, 96, 96),
         {**STRIDED, "dilation": 1, "groups": 1, "bias": False},
@@ -42,11 +38,7 @@ SPECIFIED: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, ...]]] = 
         },
         (16, 64, 66, 68, 68),
     ),
-    "relu_group_norm": (
-        (16, 64, 32, 32, 32),
-        {**SIMPLE, "groups": EMPTY, "bias": False},
-        (16, 128, 34, 34, 34),
-    ),
+    "relu_group_norm": ((16, 64, 32, 32, 32), {**SIMPLE, "groups": EMPTY, "bias": False}, (16, 128, 34, 34, 34)),
 }
 
 # The layer each task stands for: in, out, kernel, stride, padding, output padding, dilation, groups.

@@ -243,11 +243,7 @@ def _be_told(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     _be_told(arguments)
     chosen = _selection(arguments)
-    options = run.Options(
-        kinds=_kinds(arguments),
-        seed=arguments.input_seed,
-        command=_command(arguments),
-    )
+    options = run.Options(kinds=_kinds(arguments), seed=arguments.input_seed, command=_command(arguments))
     return _finish(arguments, lambda console, keep: run.verify(chosen, options, console, keep))
 
 

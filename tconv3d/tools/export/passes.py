@@ -15,15 +15,7 @@ from ...families.norm import planner as norm_planner
 from ...families.norm.planner import Activation, NormProblem, Wanted
 from ...planning import planner
 from ...planning.gpus import GPUS
-from ...planning.problem import (
-    Device,
-    Norm,
-    Pass,
-    Plan,
-    Problem,
-    channels_last_strides,
-    contiguous_strides,
-)
+from ...planning.problem import Device, Norm, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
 from ..bench.layers import Layer

@@ -256,13 +256,7 @@ SPREAD = {
         build={**LAST_DIVIDED, "split": (True, True, False), **COPIED},
     ),
     "small panels": Case(
-        96,
-        24,
-        (3, 5, 6),
-        2,
-        2,
-        dtype="float16",
-        build={**LAST_DIVIDED, **COPIED, **SMALL_PANELS, "slots": 8},
+        96, 24, (3, 5, 6), 2, 2, dtype="float16", build={**LAST_DIVIDED, **COPIED, **SMALL_PANELS, "slots": 8}
     ),
     "16 bits, channels last": LAST_TILES_DIVIDED,
     "groups, channels last": Case(
