@@ -40,8 +40,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
+from tconv3d.api.explain import call_of, problems_of
 from tconv3d.planning.gpus import GPUS
-from tconv3d.planning.problem import Problem
 from tconv3d.runtime import background, yielding
 from tconv3d.torch_ops import executor
 
@@ -159,14 +159,13 @@ def phases(step: Callable[[], object], works: list[background.Work], seconds: fl
 
 
 def network(cuda: bool) -> tuple[Callable[[], object], list[background.Work]]:
-    """Returns a step of the network, which has run once, and the work that its layers offered to the background."""
+    """Returns a step of the network, which has run once, and the work that its layers offer to the background."""
     works: list[background.Work] = []
     device = executor.device_of(torch.empty(0, device="cuda")) if cuda else GPUS["H200"].device
 
-    def collect(problems: tuple[Problem, ...], like: Tensor) -> None:
-        works.append((problems, device))
+    def collect(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        works.append((tuple(problems_of(*call_of(layer, *inputs))[:1]), device))  # type: ignore[arg-type]
 
-    executor._offer = collect
     channels, shape = ((16, 32, 64, 128, 256), (4, 1, 96, 96, 96)) if cuda else ((2, 4), (1, 1, 8, 8, 8))
     model = UNet(channels).eval().to("cuda" if cuda else "cpu")
     x = torch.randn(shape, device="cuda" if cuda else "cpu")
@@ -175,7 +174,11 @@ def network(cuda: bool) -> tuple[Callable[[], object], list[background.Work]]:
         with torch.no_grad(), tconv3d.use_backend("cuda" if cuda else "emulator"):
             return model(x)  # type: ignore[no-any-return]
 
+    layers = [each for each in model.modules() if isinstance(each, tconv3d.ConvTranspose3d)]
+    hooks = [layer.register_forward_pre_hook(collect) for layer in layers]
     step()
+    for hook in hooks:
+        hook.remove()
     return step, works
 
 

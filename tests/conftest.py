@@ -75,13 +75,16 @@ def device() -> str:
 
 
 @pytest.fixture
-def ours(device: str) -> Iterator[str]:
-    """Selects our kernels on the GPU or in the emulator, with strict float32, because the reference is float64."""
-    before = torch.backends.cudnn.conv.fp32_precision
+def strict_float32(restored_precision: None) -> None:
+    """No TF32, which the emulator rounds to as a GPU does: references are float64."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+
+@pytest.fixture
+def ours(device: str, strict_float32: None) -> Iterator[str]:
+    """Selects our kernels on the GPU or in the emulator."""
     with tconv3d.use_backend("cuda" if device == "cuda" else "emulator"):
         yield device
-    torch.backends.cudnn.conv.fp32_precision = before
 
 
 @pytest.fixture(autouse=True)

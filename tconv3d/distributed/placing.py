@@ -89,12 +89,7 @@ def placed(local: Tensor, placing: Placing, shape: Sequence[int], channels_last:
     last = placing.neighbours.channels_last if channels_last is None else channels_last
     dense = channels_last_strides if last else contiguous_strides
     return DTensor.from_local(
-        local,
-        placing.mesh,
-        placing.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=dense(tuple(shape)),
+        local, placing.mesh, placing.placements, run_check=False, shape=torch.Size(shape), stride=dense(tuple(shape))
     )
 
 

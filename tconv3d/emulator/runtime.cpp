@@ -375,7 +375,7 @@ void block_fiber(bool (*ready)(void*), void* predicate, Where where) {
   after_enter(fiber);
 }
 
-int sync_block(int vote, Where where) {
+void sync_block(Where where) {
   Block& block = *current->block;
   if (block.arrived == 0) {
     block.barrier = where;
@@ -385,20 +385,17 @@ int sync_block(int vote, Where where) {
          file_name(where.file), where.line);
   }
   const unsigned generation = block.generation;
-  block.votes[generation % 2] += vote;
   block.arrived += 1;
   // Threads that have returned do not count, as on a GPU: a barrier may also open when a thread returns.
   const auto open = [&block, generation] {
     if (block.generation == generation && block.arrived == block.live) {
       block.arrived = 0;
       block.generation += 1;
-      block.votes[block.generation % 2] = 0;
       join_threads(0, blockDim.x, ~0u);
     }
     return block.generation != generation;
   };
   wait_until(open, where.what, where.file, where.line);
-  return block.votes[generation % 2];
 }
 
 namespace {

@@ -23,7 +23,7 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.runtime import background, cache, compiler, packs
-from tconv3d.tools import calibrate, demo, explaining, precompiling, tasks
+from tconv3d.tools import calibrate, explaining, precompiling
 from tconv3d.tools.bench import commands as bench
 from tconv3d.tools.export import command as export
 
@@ -54,10 +54,6 @@ def parser() -> argparse.ArgumentParser:
 
     explaining.add(commands)
 
-    show = commands.add_parser("demo", help="the reference tasks, on the GPU or in the emulator")
-    show.add_argument("task", nargs="*", metavar="TASK", help=f"only these, of: {', '.join(tasks.NAMES)}")
-    show.set_defaults(run=_demo)
-
     bench.add(commands)
     export.add(commands)
     precompiling.add(commands)
@@ -67,10 +63,6 @@ def parser() -> argparse.ArgumentParser:
     stored.add_argument("action", choices=["size", "path", "clear", "clear-outdated"], nargs="?", default="size")
     stored.set_defaults(run=_cache)
     return parser
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    return 0 if demo.run(arguments.task or tasks.NAMES) else 1
 
 
 def _cache(arguments: argparse.Namespace) -> int:

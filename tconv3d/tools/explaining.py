@@ -92,17 +92,7 @@ def _layers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> l
 
 
 def _module(layer: Layer, dtype: torch.dtype) -> nn.ConvTranspose3d | tconv3d.ConvTranspose3dReLUGroupNorm:
-    settings: dict[str, Any] = {
-        "stride": layer.stride,
-        "padding": layer.padding,
-        "output_padding": layer.output_padding,
-        "groups": layer.groups,
-        "bias": layer.bias,
-        "dilation": layer.dilation,
-        "device": "meta",
-        "dtype": dtype,
-    }
-    channels = layer.in_channels, layer.out_channels, layer.kernel
+    given: dict[str, Any] = {**layer.arguments, "device": "meta", "dtype": dtype}
     if layer.norm_groups:
-        return tconv3d.ConvTranspose3dReLUGroupNorm(*channels, layer.norm_groups, **settings)
-    return tconv3d.ConvTranspose3d(*channels, **settings)
+        return tconv3d.ConvTranspose3dReLUGroupNorm(num_groups=layer.norm_groups, **given)
+    return tconv3d.ConvTranspose3d(**given)

@@ -137,8 +137,7 @@ def test_values_without_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name for name, family in planner.FAMILIES if getattr(family, "HAS_EPILOGUE", False)],
+    "family", [name for name, family in planner.FAMILIES if getattr(family, "HAS_EPILOGUE", False)]
 )
 def test_every_kernel_with_an_epilogue_evaluates_expressions(family: str) -> None:
     """An expression that is not 0 at 0 shows outputs that a kernel fills without its epilogue."""

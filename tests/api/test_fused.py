@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_blocks import (
-    BF16,
-    BLOCKS,
-    F64,
-    FORMATS,
-    T1,
-    TOLERANCE,
-    errors,
-    run,
-    tf32,
-    three_layers,
-)
+from fused_blocks import BF16, BLOCKS, F64, FORMATS, T1, TOLERANCE, errors, run, tf32, three_layers
 from layers import poisoned
 from preferred import preferring
 from torch import Tensor, nn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from torch import nn
 
 import tconv3d
 from tconv3d.torch_ops.backend import Backend
+
+pytestmark = pytest.mark.usefixtures("strict_float32")
 
 # Positional and keyword arguments of the constructor. Every setting differs from its neighbours somewhere, so
 # that an argument handed on in the wrong place changes the result.
@@ -26,15 +27,6 @@ LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "depthwise": ((4, 4, (3, 1, 2)), {"groups": 4, "bias": False}),
     "double": ((2, 3, 2), {"dtype": torch.float64}),
 }
-
-
-@pytest.fixture(autouse=True)
-def strict_float32() -> Iterator[None]:
-    """No TF32, which the emulator rounds to as a GPU does: the reference is float64."""
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
-    yield
-    convolutions.fp32_precision = before
 
 
 def pair(name: str) -> tuple[nn.ConvTranspose3d, tconv3d.ConvTranspose3d]:

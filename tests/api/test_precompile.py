@@ -209,8 +209,7 @@ def test_every_volume_after_a_named_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu"),
-    [("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100")],
+    ("name", "gpu"), [("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100")]
 )
 def test_the_drivers_name_of_a_gpu_gives_the_kernels_of_its_listed_name(name: str, gpu: str) -> None:
     (layer,) = deployed.layers_of(tconv3d.ConvTranspose3d(16, 8, 2, stride=2), [(1, 16, 8, 8, 8)])

@@ -107,9 +107,7 @@ def test_a_bulk_copy_arrives_when_it_is_waited_for(make: Callable[..., Kernel]) 
 
 @pytest.mark.parametrize(
     ("body", "change", "message"),
-    [
-        ("__shared__ int large[13000]; large[t] = t; args.a[t] = large[0];", {}, "bytes of static shared memory"),
-    ],
+    [("__shared__ int large[13000]; large[t] = t; args.a[t] = large[0];", {}, "bytes of static shared memory")],
 )
 def test_a_launch_that_a_gpu_refuses(
     make: Callable[..., Kernel], body: str, change: dict[str, object], message: str

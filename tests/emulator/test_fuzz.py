@@ -41,10 +41,7 @@ KEPT: dict[str, list[Case]] = {
         )
     ],
     "pairs of dx stored as if every line were whole": [
-        Case(
-            Layer(32, 16, (4, 4, 31), (3, 3, 3), (2, 2, 2), output_padding=(1, 1, 1), batch=1),
-            wanted=("input",),
-        )
+        Case(Layer(32, 16, (4, 4, 31), (3, 3, 3), (2, 2, 2), output_padding=(1, 1, 1), batch=1), wanted=("input",))
     ],
     "a store of 16 bytes to lines of 4 mod 8 elements": [
         Case(Layer(32, 32, (3, 7, 9), (2, 3, 4), (2, 2, 1), output_padding=(0, 1, 0), batch=1), dtype="float16")
@@ -70,11 +67,7 @@ KEPT: dict[str, list[Case]] = {
         )
     ],
     "a turn that passes before all lanes of a warp have seen it": [
-        Case(
-            Layer(64, 48, (8, 7, 7), (1, 1, 1), bias=False),
-            input=Memory("ndhwc"),
-            order="reversed",
-        ),
+        Case(Layer(64, 48, (8, 7, 7), (1, 1, 1), bias=False), input=Memory("ndhwc"), order="reversed"),
         Case(Layer(64, 8, (6, 9, 32), (1, 1, 1), batch=1, bias=False), dtype="float16", order="reversed"),
     ],
     "a weight gradient's build of another volume": [
@@ -85,11 +78,7 @@ KEPT: dict[str, list[Case]] = {
         for size in ((9, 7, 3), (1, 3, 56))
     ],
     "a 16-bit weight gradient of a volume after another": [
-        Case(
-            Layer(32, 37, size, (1, 1, 4), (1, 1, 2), batch=1, bias=False),
-            dtype="bfloat16",
-            wanted=("weight",),
-        )
+        Case(Layer(32, 37, size, (1, 1, 4), (1, 1, 2), batch=1, bias=False), dtype="bfloat16", wanted=("weight",))
         for size in ((1, 1, 26), (3, 2, 4))
     ],
     "bits of a mask that the compiler for GPUs lost": [

@@ -24,10 +24,7 @@ from torch import Tensor
 import tconv3d
 from tconv3d import emulator
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")]
 
 GUARD = 1 << 14  # elements before and after a result
 ZONES = (slice(0, GUARD), slice(-GUARD, None))
@@ -73,18 +70,10 @@ MUTANTS = {
         "result: .* elements wrong",
     ),
     "no upper bound of a load": Mutant(
-        DIRECT,
-        "&& w + kW < args.x_size.w;",
-        ";",
-        TABLE["plain, no bias"],
-        "result: .* elements wrong",
+        DIRECT, "&& w + kW < args.x_size.w;", ";", TABLE["plain, no bias"], "result: .* elements wrong"
     ),
     "no upper bound of a load of the weight gradient": Mutant(
-        WEIGHT_GRAD,
-        "w >= 0 && w < args.dy_size.w",
-        "w >= 0",
-        TABLE["gan"],
-        "weight gradient: .* elements wrong",
+        WEIGHT_GRAD, "w >= 0 && w < args.dy_size.w", "w >= 0", TABLE["gan"], "weight gradient: .* elements wrong"
     ),
     "no bound of a store along w": Mutant(
         DIRECT, " || w >= args.y_size.w) return;", ") return;", THREE_PHASES, "written outside the result"

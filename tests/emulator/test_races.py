@@ -44,9 +44,7 @@ EITHER = "(reads|writes) .* (wrote|read) at"  # which access comes first depends
 PROBES = {
     "read after write": Probe("words[t] = t; MISSING args.a[t] = words[63 - t];", "__syncthreads();", EITHER),
     "write after read": Probe(
-        "words[t] = t; __syncthreads(); args.a[t] = words[63 - t]; MISSING words[t] = 1;",
-        "__syncthreads();",
-        EITHER,
+        "words[t] = t; __syncthreads(); args.a[t] = words[63 - t]; MISSING words[t] = 1;", "__syncthreads();", EITHER
     ),
     "write after reads of many threads": Probe(
         "words[t] = t; __syncthreads(); args.a[t] = words[0]; MISSING if (t == 5) words[0] = 1;",
@@ -61,9 +59,7 @@ PROBES = {
     ),
     "lanes of a warp": Probe("words[t] = t; MISSING args.a[t] = words[t ^ 1];", "__syncwarp();", EITHER),
     "a shuffle is no memory barrier": Probe(
-        "words[t] = t; __shfl_xor_sync(~0u, t, 1); MISSING args.a[t] = words[t ^ 1];",
-        "__syncwarp();",
-        EITHER,
+        "words[t] = t; __shfl_xor_sync(~0u, t, 1); MISSING args.a[t] = words[t ^ 1];", "__syncwarp();", EITHER
     ),
     "a barrier of warps is none of the block": Probe(
         "words[t] = t; __syncwarp(); MISSING args.a[t] = words[63 - t];", "__syncthreads();", EITHER

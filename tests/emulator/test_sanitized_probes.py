@@ -31,10 +31,7 @@ SANITIZED = {
     "write before a tensor": ("__syncthreads(); if (t == 0) args.a[-1] = 1;", "heap-buffer-overflow"),
     "read past shared memory": ("args.a[t] = shared[t == 31 ? 100 : 99];", "heap-buffer-overflow"),
     "write past shared memory": ("__syncthreads(); shared[t == 31 ? 100 : t] = 1;", "heap-buffer-overflow"),
-    "past a local array": (
-        "int local[4] = {}; __syncthreads(); args.a[0] = local[args.a[0] + 4];",
-        "out of bounds",
-    ),
+    "past a local array": ("int local[4] = {}; __syncthreads(); args.a[0] = local[args.a[0] + 4];", "out of bounds"),
     "past a local array, by a pointer": (
         "int local[4] = {}; int* volatile p = local; __syncthreads(); args.a[0] = p[4];",
         "stack-buffer-overflow",

@@ -25,10 +25,7 @@ from tconv3d import emulator
 from tconv3d.planning import planner
 from tconv3d.torch_ops import executor
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")]
 
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
 WIDE = Layer(16, 24, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1)  # enough channels for tensor cores

@@ -21,10 +21,7 @@ from preferred import counted, forgetting
 from tconv3d import emulator
 from tconv3d.planning import planner
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")]
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 LAST = Memory("ndhwc")
@@ -48,11 +45,7 @@ TWINS = (
     Twin("direct", "direct", "&& w + kW < args.x_size.w;", "&& w + kW + 1 < args.x_size.w;", Case(ODD, "float64")),
     Twin("depthwise", "depthwise", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE)),
     Twin(
-        "depthwise",
-        "depthwise_weight_grad",
-        "w + kW >= 0 &&",
-        "w + kW > 0 &&",
-        Case(DEPTHWISE, wanted=("weight",)),
+        "depthwise", "depthwise_weight_grad", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE, wanted=("weight",))
     ),
     Twin(
         "depthwise_tiles",

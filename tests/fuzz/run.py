@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from layers import to_tf32, wrong_elements
+from layers import assert_right, to_tf32
 from torch import Tensor
 
 import tconv3d
@@ -42,8 +42,7 @@ def check(case: Case, device: str) -> None:
     for name, (values, allowed) in expected(case, exact, exact_grad, result).items():
         ours = found[name].detach()
         assert ours.dtype == result_type(case), f"{name}: the type is {ours.dtype}"
-        wrong = wrong_elements("result" if name == "result" else f"gradient of {name}", ours.cpu(), values, allowed)
-        assert wrong is None, wrong
+        assert_right("result" if name == "result" else f"gradient of {name}", ours.cpu(), values, allowed)
 
 
 def _shapes(case: Case) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import UNIT, Layer, Triple, passes, poisoned
+from layers import Layer, Triple, assert_right, passes, poisoned, tensor_core_error
 from torch import Tensor
 
 from tconv3d import emulator
@@ -37,11 +37,9 @@ def check(
     expected = passes(F.conv_transpose3d, [x, w, bias], layer.settings, dy)[1]
     largest = passes(F.conv_transpose3d, [x.abs(), w.abs(), bias], layer.settings, dy.abs())[1]
     got = gradients(layer, *operands)
-    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32, by up to 2^-11 each
-    for mine, exact, sum_of_all in zip(got, expected, largest, strict=True):
-        assert mine.shape == exact.shape and mine.dtype == dtype
-        allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
-        assert bool(((mine.double() - exact).abs() <= allowed).all())  # a NaN fails the comparison
+    for name, mine, exact, sum_of_all in zip(("input", "weight", "bias"), got, expected, largest, strict=True):
+        assert mine.dtype == dtype
+        assert_right(f"{name} gradient", mine, exact, tensor_core_error(exact, sum_of_all, dtype))
     return got
 
 

@@ -13,8 +13,9 @@ from tconv3d import emulator
 from tconv3d.families.halo import candidates
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Build, Division, Input, Output, Weights
-from tconv3d.families.halo.job import job_of
+from tconv3d.families.halo.job import Job, job_of
 from tconv3d.families.halo.launches import HaloPlan
+from tconv3d.families.halo.tiling import Tiling, tilings
 from tconv3d.planning.geometry import Geometry, Triple
 from tconv3d.planning.problem import Device, Pass, Problem
 
@@ -114,14 +115,7 @@ SETTINGS = {
     "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
     "rows begin anywhere": Case(8, 5, (3, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, **IMAGES}),
     "rows begin anywhere, parts of a line, bfloat16": Case(
-        16,
-        20,
-        (2, 3, 70),
-        3,
-        2,
-        1,
-        dtype="bfloat16",
-        build={**MARCH, "slabs": 1, **IMAGES, "producers": 1},
+        16, 20, (2, 3, 70), 3, 2, 1, dtype="bfloat16", build={**MARCH, "slabs": 1, **IMAGES, "producers": 1}
     ),
     "rows begin anywhere, groups": Case(
         32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, **IMAGES}
@@ -219,14 +213,7 @@ SETTINGS = {
         build={"split": (True, True, False), **COPIED, **SMALL_PANELS, "outputs": 24},
     ),
     "copied, long rows stored as they are": Case(
-        64,
-        20,
-        (2, 4, 20),
-        4,
-        2,
-        1,
-        dtype="bfloat16",
-        build={"split": (True, True, False), **COPIED, **STREAMED},
+        64, 20, (2, 4, 20), 4, 2, 1, dtype="bfloat16", build={"split": (True, True, False), **COPIED, **STREAMED}
     ),
     "copied, channels last, two column tiles of channels": Case(
         64,
@@ -251,13 +238,7 @@ SETTINGS = {
         2,
         1,
         dtype="bfloat16",
-        build={
-            "split": (True, True, False),
-            **COPIED,
-            "weights": Weights.STREAMED,
-            "slots": 4,
-            **DIVIDED,
-        },
+        build={"split": (True, True, False), **COPIED, "weights": Weights.STREAMED, "slots": 4, **DIVIDED},
     ),
     "divided, resident": Case(80, 16, (3, 4, 5), 3, 1, 1, dtype="float16", build={**FLAT, **DIVIDED}),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
@@ -321,6 +302,12 @@ class Tensors:
         if plan.sum:
             emulator.prepare(plan.sum, order)(tuple(places[name] for name in plan.sum.pointers))
 
+    def check(self, plan: HaloPlan, order: str = "forward") -> None:
+        """Asserts that a plan computes all outputs, and right."""
+        self.y.fill_(float("nan"))
+        self.run(plan, order)
+        assert self.error < TOLERANCE[self.case.dtype], (plan.build, plan.tiling)
+
     @property
     def error(self) -> float:
         c = self.case
@@ -337,6 +324,13 @@ def operand(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.float32:
         return tensor.double()
     return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+
+
+def all_tilings(case: Case) -> tuple[Tensors, Build, Job, list[Tiling]]:
+    """Returns the tensors of a case, its build, its job, and all tilings that the build has of the job."""
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    return tensors, build, job, list(tilings(build, case.batch, job.positions, job.read_size))
 
 
 def build_for(case: Case) -> Build:

@@ -147,8 +147,7 @@ def check(
         names, (got[0], *got[1]), (expected[0], *expected[1]), (largest[0], *largest[1]), strict=False
     ):
         assert ours.dtype == dtype, name
-        wrong = wrong_elements(name, ours, exact_one, allowed_error(exact_one, bound, dtype))
-        assert wrong is None, wrong
+        assert_right(name, ours, exact_one, allowed_error(exact_one, bound, dtype))
 
 
 def allowed_error(exact: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,6 +164,21 @@ def wrong_elements(name: str, ours: Tensor, exact: Tensor, allowed: Tensor) -> s
         return None
     first = wrong.nonzero()[:1].flatten().tolist()
     return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
+
+
+def assert_right(name: str, ours: Tensor, exact: Tensor, allowed: Tensor) -> None:
+    """Fails with a description of the elements whose error is larger than allowed."""
+    wrong = wrong_elements(name, ours, exact, allowed)
+    assert wrong is None, wrong
+
+
+def tensor_core_error(exact: Tensor, largest: Tensor, dtype: torch.dtype, roundings: int = 20) -> Tensor:
+    """Returns the allowed error of sums on tensor cores, some roundings of the sum over absolute values (`largest`).
+
+    Both factors of a float32 product are rounded to TF32, by up to 2^-11 each; products of 16-bit types are exact.
+    """
+    product = 2.0**-10 if dtype == torch.float32 else 0.0
+    return largest * (product + roundings * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
 
 
 T3, T1 = (3, 3, 3), (1, 1, 1)

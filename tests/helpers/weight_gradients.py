@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from layers import UNIT, Layer, passes, poisoned
+from layers import Layer, assert_right, passes, poisoned, tensor_core_error
 from torch import Tensor
 
 from tconv3d.torch_ops import executor
@@ -29,11 +29,6 @@ def check(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:
     expected = passes(F.conv_transpose3d, [exact_x, w], layer.settings, exact_dy)[1][1]
     largest = passes(F.conv_transpose3d, [exact_x.abs(), w], layer.settings, exact_dy.abs())[1][1]
     got = weight_grad(layer, x, dy)
-    assert got.shape == expected.shape and got.dtype == x.dtype
-    # Both factors of a product are rounded to TF32, by up to 2^-11 each; products of 16-bit types are exact.
-    product = 2.0**-10 if x.dtype == torch.float32 else 0.0
-    allowed = largest * (product + 20 * UNIT[torch.float32]) + expected.abs() * UNIT[x.dtype] + 1e-7
-    wrong = ~((got.double() - expected).abs() <= allowed)  # a NaN is wrong too
-    first = wrong.nonzero()[:1].flatten().tolist()
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
+    assert got.dtype == x.dtype
+    assert_right("weight gradient", got, expected, tensor_core_error(expected, largest, x.dtype))
     return got

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from layers import Layer, check, guarded, to_tf32
 from preferred import forgetting, preferring
 from problems import A100, H200
+from registers import report_of
 from torch import Tensor
 
 import tconv3d
@@ -21,7 +22,6 @@ from tconv3d.planning import folding, planner
 from tconv3d.planning.folding import Folded
 from tconv3d.planning.geometry import Geometry, Triple
 from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
-from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
@@ -188,10 +188,9 @@ def test_the_kernel_permutes_as_pytorch_does(
 
 @pytest.mark.parametrize(("arch", "strides"), [("sm_80", contiguous_strides), ("sm_90a", channels_last_strides)])
 def test_the_kernel_compiles_without_spills(arch: str, strides: object) -> None:
-    pytest.importorskip("cuda.core", reason="compiling needs cuda-core")
     for item_bytes in (2, 4, 8):
         layer = Folded(Geometry.make(8, 1, (16,) * 3, (16,) * 3), 1, (6, 6, 6), item_bytes, False, arch == "sm_80")
         for back in (False, True):
             launch = layer.launch("a", "b", strides((1, 1, 96, 96, 96)), True, back)  # type: ignore[operator]
-            report = compiler.compile(launch.kernel, launch.constants, arch).report
+            report = report_of(launch, arch)
             assert report.spill_loads == report.spill_stores == report.stack_bytes == 0 < report.registers < 64

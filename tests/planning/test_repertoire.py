@@ -94,10 +94,7 @@ def test_a_family_that_meets_a_layer_late_plans_no_volume_for_itself() -> None:
 # ---- planners
 
 
-LAYERS = {
-    "halo, unfolded gradients": layer(2, 8, 8, 8, 3, 1, 1),
-    "up-convolution": layer(2, 16, 8, 8, 2, 2),
-}
+LAYERS = {"halo, unfolded gradients": layer(2, 8, 8, 8, 3, 1, 1), "up-convolution": layer(2, 16, 8, 8, 2, 2)}
 VOLUMES = ((1, (4, 4, 4)), (2, (9, 8, 7)), (1, (20, 20, 20)), (2, (64, 64, 65)))
 
 

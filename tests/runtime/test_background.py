@@ -373,6 +373,7 @@ def test_what_it_costs_is_measured(tmp_path: Path) -> None:
     found = json.loads(figures.read_text())
     assert list(found) == ["before", "during", "after", "unrestrained", "beside a loop", "at the end"]
     assert all(row["median_ms"] > 0 for row in found.values()) and "unrestrained" in done.stdout
+    assert found["during"]["other_cpu_s_per_s"] > 0, "the network's layers are compiled"
 
 
 # ---- when nothing is

@@ -120,10 +120,7 @@ ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "a read of its size": (lambda m, x, r: F.interpolate(r, size=m.up(x).shape[2:]), "no single result"),
     "several ends": (lambda m, x: (lambda z: (F.relu(z), z * 2))(m.up(x)), "no single result"),
     "it is added to another tensor in place": (lambda m, x, r: r.add_(m.up(x)), "add follows it"),
-    "a view of another tensor is written": (
-        lambda m, x, r: r.view_as(m.up(x)).mul_(2),
-        "view_as follows it",
-    ),
+    "a view of another tensor is written": (lambda m, x, r: r.view_as(m.up(x)).mul_(2), "view_as follows it"),
     "its input is written in between": (
         lambda m, x, r: (lambda z, y: (F.relu(z + y.sum()), y))(m.up(x), x.mul_(2)),
         "mul_ writes to a tensor",

@@ -18,8 +18,9 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.planning import gpus
 from tconv3d.runtime import cache, compiler, packs
-from tconv3d.tools import cli, demo, tasks
-from tconv3d.torch_ops.backend import use_backend
+from tconv3d.tools import cli, tasks
+from tconv3d.tools.bench import results
+from tconv3d.tools.bench import run as bench_run
 
 LAYER = ["--in-channels", "6", "--out-channels", "4", "--kernel", "3,1,2", "--size", "4,5,6", "--groups", "2"]
 
@@ -303,48 +304,14 @@ def test_demo_of_no_task(capsys: pytest.CaptureFixture[str]) -> None:
     assert "grouped_strided" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
-@pytest.mark.parametrize("damage", ["shifted", "nan"])
-def test_demo_fails_on_a_wrong_result(
-    damage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = tconv3d.conv_transpose3d
+def test_demo_with_a_gpu_times_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bench_run.Work] = []
 
-    def wrong(*arguments: object, **keywords: object) -> torch.Tensor:
-        y = right(*arguments, **keywords)  # type: ignore[arg-type]
-        return y.roll(1, dims=4) if damage == "shifted" else y * float("nan")
+    def bench(work: list[bench_run.Work], *rest: object, **keywords: object) -> results.Results:
+        asked.extend(work)
+        return results.Results("bench", {"gpu": "Imaginary GPU"}, {})
 
-    monkeypatch.setattr("tconv3d.api.modules.conv_transpose3d", wrong)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["demo", "grouped_strided"]) == 1
-    assert "grouped_strided forward" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
-def test_demo_with_a_gpu_compares_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of the GPU's demo but the GPU: the tensors are the emulator's, the clock is fixed."""
-    task = tasks.load("grouped_strided")
-    problem = demo._problem(task, task.REDUCED, "cpu")
-    monkeypatch.setenv("COLUMNS", "160")
-    times = iter([2.0, 4.0, 5.0, 6.0])  # ours, then PyTorch's; forward, then backward
-    for place, name, value in (
-        (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "get_device_capability", lambda: (9, 0)),
-        (torch.cuda, "get_device_name", lambda: "Imaginary GPU"),
-        (tconv3d, "use_backend", lambda name: use_backend("emulator" if name == "cuda" else name)),
-        (demo, "_problem", lambda *_: problem),
-        (demo, "_kernels", lambda *_: "imaginary kernel"),
-        (demo, "Clock", lambda: lambda call: (call(), next(times))[1]),
-    ):
-        monkeypatch.setattr(place, name, value)
-    assert cli.main(["demo", "grouped_strided"]) == 0
-    printed = capsys.readouterr().out
-    assert "Imaginary GPU" in printed
-    for step, *figures in (("forward", "2.000", "5.000", "2.5x"), ("backward", "4.000", "6.000", "1.5x")):
-        (line,) = (line.split() for line in printed.splitlines() if step in line)
-        assert figures == [word for word in line if word in figures]
-
-
-def test_nan_is_not_within_the_tolerance() -> None:
-    row = demo.Row("task", (1,), "forward", "direct", 1.0, None, float("nan"))
-    assert not row.right
+    monkeypatch.setattr(bench_run, "have_gpu", lambda: True)
+    monkeypatch.setattr(bench_run, "bench", bench)
+    assert cli.main(["demo"]) == 0
+    assert [work.name for work in asked] == list(tasks.NAMES)

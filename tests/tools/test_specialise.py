@@ -9,18 +9,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
-import tconv3d
-from tconv3d.planning.problem import Pass, Plan, Problem
 from tconv3d.runtime import compiler, sources
 from tconv3d.tools.bench import layers
-from tconv3d.tools.bench.precision import LAYOUTS, in_layout, precision
 from tconv3d.tools.export import comments, cuda_source, passes, syntax
 from tconv3d.tools.export.headers import Headers
 from tconv3d.tools.export.program import Unit
 from tconv3d.tools.export.specialise import specialise
-from tconv3d.torch_ops import choosing, executor
 
 HEADERS = sorted(sources.all_headers())
 EVERY = passes.variants(passes.PRECISIONS, passes.LAYOUTS, ["H200", "any"])
@@ -277,25 +272,3 @@ def holds_for(condition: str, variant: passes.Variant) -> bool:
     text = condition.replace("\\\n", " ").replace("&&", " and ").replace("||", " or ") or "True"
     names = {name: name for name in re.findall(r"FOR_\w+", condition)}
     return bool(eval(text, {"defined": lambda name: name in variant.macros, **names}))
-
-
-@pytest.mark.parametrize("variant", [v for v in EVERY if v.gpu == "any"], ids=str)  # problems do not know the GPU
-def test_problems_are_those_of_the_executor(variant: passes.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training step of the library asks the planner what export asks it."""
-    asked: list[Problem] = []
-
-    def plan(call: choosing.Call, _: object) -> tuple[Plan, bool]:
-        asked.extend(call.wanted.values())
-        return Plan("none", "nothing runs here", ()), True
-
-    monkeypatch.setattr(choosing, "plan", plan)
-    monkeypatch.setattr(executor, "_tasks", {})
-    layer = layers.parse("32, 24, kernel_size=3, stride=(1, 2, 2), padding=1, size=(5, 6, 7), batch=2")
-    dtype = torch.float32 if variant.precision == "tf32" else getattr(torch, variant.precision)
-    module = in_layout(tconv3d.accelerate(layer.module(dtype)), variant.layout)
-    x = layer.input(dtype).to(memory_format=LAYOUTS[variant.layout]).requires_grad_()
-    with precision(variant.precision), tconv3d.use_backend("emulator"):
-        y = module(x)
-        y.backward(torch.ones_like(y))
-    expected = [passes.problem(layer, which, variant) for which in Pass]
-    assert sorted(asked, key=str) == sorted(expected, key=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +13,14 @@ import tconv3d
 from tconv3d.tools import tasks
 from tconv3d.torch_ops.backend import Backend
 
+pytestmark = pytest.mark.usefixtures("strict_float32")
 EMPTY = inspect.Parameter.empty
 SIMPLE = {"in_channels": EMPTY, "out_channels": EMPTY, "kernel_size": EMPTY}
 STRIDED = {**SIMPLE, "stride": 1, "padding": 0, "output_padding": 0}
 
 # Input shape, constructor (name: default, in order), and the shape of the output at full size.
 SPECIFIED: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, ...]]] = {
-    "grouped_strided": (
-        (4, 32, 32, 64, 128),
-        {**STRIDED, "groups": 1, "bias": False},
-        (4, 32, 63, 127, 255),
-    ),
+    "grouped_strided": ((4, 32, 32, 64, 128), {**STRIDED, "groups": 1, "bias": False}, (4, 32, 63, 127, 255)),
     "large_volume": (
         (8, 48, 96, 96, 96),
         {**STRIDED, "dilation": 1, "groups": 1, "bias": False},
@@ -42,11 +38,7 @@ SPECIFIED: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, ...]]] = 
         },
         (16, 64, 66, 68, 68),
     ),
-    "relu_group_norm": (
-        (16, 64, 32, 32, 32),
-        {**SIMPLE, "groups": EMPTY, "bias": False},
-        (16, 128, 34, 34, 34),
-    ),
+    "relu_group_norm": ((16, 64, 32, 32, 32), {**SIMPLE, "groups": EMPTY, "bias": False}, (16, 128, 34, 34, 34)),
 }
 
 # The layer each task stands for: in, out, kernel, stride, padding, output padding, dilation, groups.
@@ -57,15 +49,6 @@ LAYERS = {
     "asymmetric_kernel": (32, 64, (3, 5, 5), ONE, NONE, NONE, ONE, 1),
     "relu_group_norm": (64, 128, (3, 3, 3), ONE, NONE, NONE, ONE, 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def strict_float32() -> Iterator[None]:
-    """No TF32, which the emulator rounds to as a GPU does: the reference is float64."""
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
-    yield
-    convolutions.fp32_precision = before
 
 
 def convolution(model: nn.Module) -> nn.ConvTranspose3d:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 import tconv3d
-from tconv3d.tools import cli, demo, tables, tasks
+from tconv3d.tools import cli, tables
 from tconv3d.tools.bench import results, table
 from tconv3d.tools.bench.layers import LAYERS
 
@@ -105,23 +105,6 @@ def test_a_layer_that_failed_or_is_slower_is_named_as_it_is() -> None:
     lines = printed(200, lambda console: table.show(slower, console))
     assert any("Slower than PyTorch's best" in line for line in lines)
     assert sum(line.count(NAMES[2]) for line in lines) >= 4
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("gpu", [True, False])
-def test_the_demo(width: int, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    shapes = {name: tasks.load(name).SHAPE for name in tasks.NAMES}
-    rows = [
-        demo.Row(name, shape, step, KERNELS, 1234.567, 2345.678 if gpu else None, 1.2e-4)
-        for name, shape in shapes.items()
-        for step in demo.STEPS
-    ]
-    lines = printed(width, lambda console: demo._show(rows, gpu, console))
-    assert max(map(len, lines)) <= width
-    for name, shape in shapes.items():
-        assert any(name in line for line in lines) and any("x".join(map(str, shape)) in line for line in lines)
-    assert not any("…" in line for line in lines)
 
 
 def test_a_table_without_rows() -> None:

@@ -75,10 +75,7 @@ OPERANDS: dict[str, tuple[tuple[Change, dict[str, Any]], tuple[str, ...]]] = {
     "input of 6 dimensions": (changed(lambda x, w, b: (x[None], w, b)), ("4D", "5D", "[1, 2, 4, 3, 3, 3]")),
     "weight of 3 dimensions": (changed(lambda x, w, b: (x, w[0, 0], b)), ("5D", "[3, 3, 3]")),
     "weight of 4 dimensions": (changed(lambda x, w, b: (x, w[0], b)), ("5D", "[6, 3, 3, 3]")),
-    "weight of 4 dimensions, input unbatched": (
-        changed(lambda x, w, b: (x[0], w[0], b)),
-        ("5D", "[6, 3, 3, 3]"),
-    ),
+    "weight of 4 dimensions, input unbatched": (changed(lambda x, w, b: (x[0], w[0], b)), ("5D", "[6, 3, 3, 3]")),
     "weight of 6 dimensions": (changed(lambda x, w, b: (x, w[None], b)), ("5D", "[1, 4, 6, 3, 3, 3]")),
     "channels": (changed(lambda x, w, b: (x[:, :3], w, b)), ("4 channels", "3 channels")),
     "channels, unbatched": (changed(lambda x, w, b: (x[0, :3], w, b)), ("4 channels", "3 channels")),
@@ -194,9 +191,7 @@ def test_not_three_integers(setting: str, value: object, words: tuple[str, ...],
 
 
 @pytest.mark.parametrize(
-    "value",
-    [2, (2,), [2, 2, 2], torch.Size((2, 2, 2)), np.int64(2), (np.int32(2), 2, 2), torch.tensor(2)],
-    ids=repr,
+    "value", [2, (2,), [2, 2, 2], torch.Size((2, 2, 2)), np.int64(2), (np.int32(2), 2, 2), torch.tensor(2)], ids=repr
 )
 def test_all_that_pytorch_takes_for_integers(value: Any, ours: str) -> None:
     x, w, b = good(ours)

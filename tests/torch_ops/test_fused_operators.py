@@ -8,20 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_blocks import (
-    BF16,
-    BLOCKS,
-    CUDA,
-    F16,
-    FORMATS,
-    T1,
-    T3,
-    TOLERANCE,
-    Block,
-    errors,
-    run,
-    three_layers,
-)
+from fused_blocks import BF16, BLOCKS, CUDA, F16, FORMATS, T1, T3, TOLERANCE, Block, errors, run, three_layers
 from layers import Layer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

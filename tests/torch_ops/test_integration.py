@@ -385,11 +385,7 @@ raise SystemExit(str(failures) if failures else 0)
 def test_threads_that_compile_first(tmp_path: Path) -> None:
     """The first kernels of a process, in several threads: importing the compiler is part of it."""
     pytest.importorskip("cuda.core")
-    environment = {
-        **os.environ,
-        "TCONV3D_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "TCONV3D_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     child = subprocess.run([sys.executable, "-c", COLD], env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
 

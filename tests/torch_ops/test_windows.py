@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layers import allowed_error, poisoned, wrong_elements
+from layers import allowed_error, assert_right, poisoned
 from preferred import counted, preferring
 from torch import Tensor
 
@@ -70,8 +70,7 @@ def compare(axes: list[Axis], tensors: list[Tensor], groups: int) -> None:
         ]
     for what, ours, true, most in zip(("result", "dx", "dw", "db"), found, exact, largest, strict=True):
         assert ours is not None
-        wrong = wrong_elements(what, ours, true, allowed_error(true, most, x.dtype))
-        assert wrong is None, wrong
+        assert_right(what, ours, true, allowed_error(true, most, x.dtype))
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -26,20 +26,15 @@
 
 #define __device__
 #define __global__
-#define __host__
 #define __constant__
 #define __shared__ static thread_local
 #define __forceinline__ inline
-#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 
 // ---- Vector types, with CUDA's alignments.
 
-#define EMULATOR_VECTOR1(name, type) \
-  struct name##1 { type x; };        \
-  inline name##1 make_##name##1(type x) { return name##1 {x}; }
 #define EMULATOR_VECTOR2(name, type, alignment)     \
   struct alignas(alignment) name##2 { type x, y; }; \
   inline name##2 make_##name##2(type x, type y) { return name##2 {x, y}; }
@@ -50,21 +45,13 @@
   struct alignas(alignment) name##4 { type x, y, z, w; }; \
   inline name##4 make_##name##4(type x, type y, type z, type w) { return name##4 {x, y, z, w}; }
 #define EMULATOR_VECTORS(name, type, alignment2, alignment4) \
-  EMULATOR_VECTOR1(name, type)                               \
   EMULATOR_VECTOR2(name, type, alignment2)                   \
   EMULATOR_VECTOR3(name, type)                               \
   EMULATOR_VECTOR4(name, type, alignment4)
 
-EMULATOR_VECTORS(char, signed char, 2, 4)
-EMULATOR_VECTORS(uchar, unsigned char, 2, 4)
-EMULATOR_VECTORS(short, short, 4, 8)
-EMULATOR_VECTORS(ushort, unsigned short, 4, 8)
 EMULATOR_VECTORS(int, int, 8, 16)
 EMULATOR_VECTORS(uint, unsigned, 8, 16)
 EMULATOR_VECTORS(float, float, 8, 16)
-EMULATOR_VECTORS(longlong, long long, 16, 16)
-EMULATOR_VECTORS(ulonglong, unsigned long long, 16, 16)
-EMULATOR_VECTORS(double, double, 16, 16)
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -73,7 +60,6 @@ struct dim3 {
 // The indices of the running thread. The scheduler sets them before it resumes a fiber.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
-constexpr int warpSize = 32;
 
 // ---- The runtime's interface.
 
@@ -109,7 +95,6 @@ struct Block {
   unsigned arrived;     // threads waiting at __syncthreads
   unsigned generation;  // how many times __syncthreads has let the block through
   Where barrier;        // place of the __syncthreads at which threads wait
-  int votes[2];         // sums of __syncthreads_count, by parity of the generation
   Warp* warps;
   StateNode* states;
 };
@@ -189,8 +174,7 @@ inline T& block_state() {
   return state<T>(block_states());
 }
 
-// Executes __syncthreads, and returns the sum of `vote` over the block.
-int sync_block(int vote, Where where);
+void sync_block(Where where);  // executes __syncthreads
 
 // exchange() waits for the lanes of `mask`, gives them `value`, and returns the value of lane `source`.
 struct Exchanged {
@@ -260,16 +244,7 @@ inline T shuffle(unsigned mask, T given, int source, Where where) {
 
 #define EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncthreads(EMULATOR_SITE) { emulator::sync_block(0, {"__syncthreads", file, line}); }
-inline int __syncthreads_count(int predicate, EMULATOR_SITE) {
-  return emulator::sync_block(predicate != 0, {"__syncthreads_count", file, line});
-}
-inline int __syncthreads_or(int predicate, EMULATOR_SITE) {
-  return emulator::sync_block(predicate != 0, {"__syncthreads_or", file, line}) != 0;
-}
-inline int __syncthreads_and(int predicate, EMULATOR_SITE) {
-  return emulator::sync_block(predicate == 0, {"__syncthreads_and", file, line}) == 0;
-}
+inline void __syncthreads(EMULATOR_SITE) { emulator::sync_block({"__syncthreads", file, line}); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, EMULATOR_SITE) {
   emulator::exchange(mask, 0, static_cast<int>(emulator::lane()), {"__syncwarp", file, line});
 }
@@ -281,10 +256,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
 inline int __any_sync(unsigned mask, int predicate, EMULATOR_SITE) {
   return __ballot_sync(mask, predicate, file, line) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate, EMULATOR_SITE) {
-  return __ballot_sync(mask, predicate == 0, file, line) == 0;
-}
-inline unsigned __activemask() { return ~emulator::warp().ended; }
 
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATOR_SITE) {
@@ -301,13 +272,6 @@ inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, 
                            {"__shfl_xor_sync", file, line});
 }
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
-  const int self = static_cast<int>(emulator::lane());
-  const bool inside = delta <= static_cast<unsigned>((self | (width - 1)) - self);
-  return emulator::shuffle(mask, value, inside ? self + static_cast<int>(delta) : self,
-                           {"__shfl_down_sync", file, line});
-}
-template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
   const int self = static_cast<int>(emulator::lane());
   const bool inside = delta <= static_cast<unsigned>(self - (self & ~(width - 1)));
@@ -315,32 +279,7 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, 
                            {"__shfl_up_sync", file, line});
 }
 
-inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::yield(file, line); }
 [[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::trap({"__trap()", file, line}); }
-
-// ---- Atomics: one OS thread runs a launch, so plain memory operations are atomic.
-
-template <class T>
-inline T atomicCAS(T* address, T compare, T value) {
-  const T old = *address;
-  if (old == compare) *address = value;
-  return old;
-}
-#define EMULATOR_ATOMIC(name, type, updated)    \
-  inline type name(type* address, type value) { \
-    const type old = *address;                  \
-    *address = (updated);                       \
-    return old;                                 \
-  }
-EMULATOR_ATOMIC(atomicAdd, int, static_cast<int>(static_cast<unsigned>(old) + static_cast<unsigned>(value)))
-EMULATOR_ATOMIC(atomicAdd, unsigned, old + value)
-EMULATOR_ATOMIC(atomicAdd, unsigned long long, old + value)
-EMULATOR_ATOMIC(atomicAdd, float, old + value)
-EMULATOR_ATOMIC(atomicAdd, double, old + value)
-EMULATOR_ATOMIC(atomicMin, int, old < value ? old : value)
-EMULATOR_ATOMIC(atomicMin, unsigned, old < value ? old : value)
-EMULATOR_ATOMIC(atomicMax, int, old > value ? old : value)
-EMULATOR_ATOMIC(atomicMax, unsigned, old > value ? old : value)
 
 // ---- Arithmetic.
 
@@ -351,7 +290,6 @@ float fabsf(float) noexcept;
 float fminf(float, float) noexcept;
 float fmaxf(float, float) noexcept;
 float expf(float) noexcept;
-float exp2f(float) noexcept;
 float logf(float) noexcept;
 float floorf(float) noexcept;
 float ceilf(float) noexcept;
@@ -383,8 +321,6 @@ double pow(double, double) noexcept;
 }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 
 // As in CUDA, the result for two integers is unsigned if either is, and a float beside a double gives a
 // double.
@@ -419,17 +355,12 @@ inline double min(double a, float b) { return fmin(a, b); }
 inline double max(double a, float b) { return fmax(a, b); }
 extern "C" int abs(int) noexcept;
 
-inline int __float_as_int(float x) { return emulator::bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits<float>(x); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
-}
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31u));
 }

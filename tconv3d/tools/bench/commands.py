@@ -1,4 +1,4 @@
-"""Defines the flags of the commands `bench`, `verify`, `tune` and `report`, and runs them."""
+"""Defines the flags of the commands `demo`, `bench`, `verify`, `tune` and `report`, and runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.console import Console
 import tconv3d
 from tconv3d.planning import gpus
 from tconv3d.planning.gpus import AS
-from tconv3d.tools import tables
+from tconv3d.tools import tables, tasks
 from tconv3d.tools.arguments import MOST_SEED, integer, seconds, shape
 
 from . import cases, layers, models, picture, report, results, run, table, tails, wide
@@ -31,6 +31,10 @@ from .tails import TAILS
 
 def add(commands: Any) -> None:
     """Adds the commands to an argparse parser's subcommands."""
+    demo = commands.add_parser("demo", help="the reference tasks, timed on the GPU or checked in the emulator")
+    demo.add_argument("task", nargs="*", metavar="TASK", help=f"only these, of: {', '.join(tasks.NAMES)}")
+    demo.set_defaults(run=_demo, json=None)
+
     bench = commands.add_parser("bench", help="time layers or a model's beside PyTorch's; needs a GPU")
     _add_selection(bench)
     bench.add_argument("--backward", action="store_true", help="the gradients too")
@@ -175,6 +179,17 @@ def _pairs(arguments: argparse.Namespace) -> list[run.Work]:
     return [run.Work(name, layer, kind, tail) for name, layer, tail in pairs for kind in _kinds(arguments)]
 
 
+def _demo(arguments: argparse.Namespace) -> int:
+    """Times the reference tasks beside PyTorch, or without a GPU checks them at reduced size in the emulator."""
+    names = arguments.task or tasks.NAMES
+    for name in names:
+        tasks.load(name)  # raises for a name that no task has
+    chosen = [run.Work(name, layers.LAYERS[name], ("tf32", "contiguous")) for name in names]
+    options = run.Options(backward=True, command=_command(arguments))
+    work = run.bench if run.have_gpu() else run.verify
+    return _finish(arguments, lambda console, keep: work(chosen, options, console, keep=keep))
+
+
 def _bench_tails(arguments: argparse.Namespace) -> int:
     for flag in ("model", "input", "offers", "host", "wide"):
         if getattr(arguments, flag):
@@ -228,11 +243,7 @@ def _be_told(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     _be_told(arguments)
     chosen = _selection(arguments)
-    options = run.Options(
-        kinds=_kinds(arguments),
-        seed=arguments.input_seed,
-        command=_command(arguments),
-    )
+    options = run.Options(kinds=_kinds(arguments), seed=arguments.input_seed, command=_command(arguments))
     return _finish(arguments, lambda console, keep: run.verify(chosen, options, console, keep))
 
 

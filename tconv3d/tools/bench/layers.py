@@ -45,6 +45,21 @@ class Layer:
         return "relu_group_norm" if self.norm_groups else ""
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `nn.ConvTranspose3d` by name, in their order."""
+        return {
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "kernel_size": self.kernel,
+            "stride": self.stride,
+            "padding": self.padding,
+            "output_padding": self.output_padding,
+            "groups": self.groups,
+            "bias": self.bias,
+            "dilation": self.dilation,
+        }
+
+    @property
     def settings(self) -> tuple[Triple, Triple, Triple, int, Triple]:
         """Returns the settings in the order of the arguments of `conv_transpose3d` after the tensors."""
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
@@ -69,19 +84,7 @@ class Layer:
 
     def module(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
         """Builds PyTorch's convolution, or its `nn.Sequential` with ReLU and GroupNorm."""
-        convolution = nn.ConvTranspose3d(
-            self.in_channels,
-            self.out_channels,
-            self.kernel,
-            self.stride,
-            self.padding,
-            self.output_padding,
-            self.groups,
-            self.bias,
-            self.dilation,
-            device=device,
-            dtype=dtype,
-        )
+        convolution = nn.ConvTranspose3d(**self.arguments, device=device, dtype=dtype)
         if not self.norm_groups:
             return convolution
         norm = nn.GroupNorm(self.norm_groups, self.out_channels, device=device, dtype=dtype)

@@ -158,13 +158,7 @@ class _Maker:
         self.following, self.variant = following, variant
         dtype = self.dtype = getattr(torch, variant.dtype)
         self.model = following.model(dtype)
-        self.convolution: Convolution = (
-            layer.stride,
-            layer.padding,
-            layer.output_padding,
-            layer.groups,
-            layer.dilation,
-        )
+        self.convolution: Convolution = layer.settings
         self.x, self.weight = self._meta(layer.input_shape), self._meta(layer.weight_shape)
         self.bias = torch.empty(layer.out_channels, dtype=dtype, device="meta") if layer.bias else None
         self.extra = [self._meta(tuple(node.meta["tensor_meta"].shape)) for node in following.extra]

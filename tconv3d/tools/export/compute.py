@@ -26,10 +26,6 @@ class _ReturnError(Exception):
         self.value = value
 
 
-class _BreakError(Exception):
-    """Leaves a loop."""
-
-
 def computed(
     tracer: Base, declaration: Declaration, instance: Instance | None, given: dict[str, Any], values: Sequence[Any]
 ) -> Any:
@@ -89,8 +85,6 @@ class _Run:
             self.expression(node.kids[0], scope)
         elif kind in ("for_statement", "while_statement"):
             self.loop(node, scope)
-        elif kind == "break_statement":
-            raise _BreakError
         elif kind not in ("comment", "preproc_call", "static_assert_declaration"):
             raise _UnknownError
 
@@ -109,13 +103,10 @@ class _Run:
         first, condition, update = node.get("initializer"), node.get("condition"), node.get("update")
         if first is not None:
             self.statement(first, inner) if first.kind == "declaration" else self.expression(first, inner)
-        try:
-            while condition is None or self.holds(condition, inner):
-                self.statement(node.need("body"), inner)
-                if update is not None:
-                    self.expression(update, inner)
-        except _BreakError:
-            return
+        while condition is None or self.holds(condition, inner):
+            self.statement(node.need("body"), inner)
+            if update is not None:
+                self.expression(update, inner)
 
     def holds(self, node: Node, scope: Scope) -> bool:
         found = as_int(self.expression(node.get("value") or node, scope))
@@ -124,9 +115,6 @@ class _Run:
         return bool(found)
 
     def expression(self, node: Node, scope: Scope) -> Any:
-        if node.kind == "comma_expression":
-            self.expression(node.need("left"), scope)
-            return self.expression(node.need("right"), scope)
         if node.kind == "assignment_expression":
             return self.assign(node, scope)
         if node.kind == "update_expression":
@@ -156,12 +144,6 @@ class _Run:
         return value
 
     def store(self, target: Node, value: Any, scope: Scope) -> None:
-        if target.kind == "field_expression":
-            held = self.tracer.value(target.need("argument"), scope)
-            if not isinstance(held, Record):
-                raise _UnknownError
-            held.members[target.need("field").text] = value
-            return
         found: Scope | None = scope
         while found is not None and target.text not in found.names:
             found = found.parent

@@ -14,22 +14,12 @@ from math import prod
 from ...families.norm import planner as norm_planner
 from ...families.norm.planner import Activation, NormProblem, Wanted
 from ...planning import planner
-from ...planning.geometry import Geometry
 from ...planning.gpus import GPUS
-from ...planning.problem import (
-    Device,
-    Norm,
-    Pass,
-    Plan,
-    Problem,
-    bias_grad_problem,
-    channels_last_strides,
-    contiguous_strides,
-)
+from ...planning.problem import Device, Norm, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
-from ...torch_ops.problems import tf32_level
 from ..bench.layers import Layer
+from ..bench.problems import problems_of_layer
 
 ANY = "any"  # the name of the GPU whose plans run on every GPU of compute capability 8.0 or higher
 # Devices that plans are made for. "any" has 101376 bytes of shared memory per block, the least that a GPU of compute
@@ -145,7 +135,7 @@ def _result(layer: Layer, which: Pass) -> Result:
     results = {
         "y": Result("y", layer.output_shape, volume=True),
         "dx": Result("dx", layer.input_shape, volume=True),
-        "dw": Result("dw", weight_shape(layer)),
+        "dw": Result("dw", layer.weight_shape),
         "db": Result("db", (layer.out_channels,)),
     }
     return results[OPERANDS[which][-2]]
@@ -167,10 +157,6 @@ def shares_kernels(problems: tuple[Problem, ...], device: Device) -> bool:
 
 def _given(layer: Layer, operands: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in operands if layer.bias or name != "bias")
-
-
-def weight_shape(layer: Layer) -> tuple[int, ...]:
-    return (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel)
 
 
 # ---- blocks with ReLU and GroupNorm: the convolution also writes the statistics, and normalizing is an operation
@@ -214,29 +200,5 @@ def norm_problem(layer: Layer, variant: Variant) -> NormProblem:
 
 def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
     """Returns the problem that the executor makes of tensors in the variant's memory format."""
-    strides = STRIDES[variant.layout]
-    weight = weight_shape(layer)
-    geometry = Geometry.make(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel,
-        layer.stride,
-        layer.padding,
-        layer.output_padding,
-        layer.groups,
-        layer.dilation,
-    )
-    if which is Pass.BIAS_GRAD:
-        output = strides(layer.output_shape)
-        return bias_grad_problem(layer.batch, layer.out_channels, layer.output_shape[2:], variant.dtype, output)
-    return Problem(
-        which,
-        geometry,
-        layer.batch,
-        layer.size,
-        variant.dtype,
-        strides(layer.input_shape),
-        strides(weight) if which is not Pass.WEIGHT_GRAD else contiguous_strides(weight),
-        strides(layer.output_shape),
-        bias=which is Pass.FORWARD and layer.bias,
-    ).allowing(tf32_level(variant.precision == "tf32"))
+    found = problems_of_layer(layer, variant.precision, variant.layout)
+    return next(each for each in found if each.which is which)

@@ -285,7 +285,7 @@ def python_file(
     model, imports = reference.written(
         None if chain is None else list(chain.paths.values()), chain is None or not convolves
     )
-    settings = _settings(layer) if "SETTINGS)" in model else ""
+    settings = f"SETTINGS = {{\n{_entries(layer.arguments, 4)}}}\n" if "SETTINGS)" in model else ""
     settings += _norm_settings(reference) + _model_settings(reference, chain)
     functions = [_operation(layer, together, forward_only)] if convolves else []
     functions += [chain_text(chain, layer, together, forward_only, NO_BACKWARD)] if chain is not None else []
@@ -499,21 +499,6 @@ def _second(layer: Layer) -> dict[str, str]:
         "bias_term": term if layer.bias else "",
         "false": ", False" if layer.bias else "",
     }
-
-
-def _settings(layer: Layer) -> str:
-    values = {
-        "in_channels": layer.in_channels,
-        "out_channels": layer.out_channels,
-        "kernel_size": layer.kernel,
-        "stride": layer.stride,
-        "padding": layer.padding,
-        "output_padding": layer.output_padding,
-        "groups": layer.groups,
-        "dilation": layer.dilation,
-        "bias": layer.bias,
-    }
-    return "SETTINGS = {\n" + _entries(values, 4) + "}\n"
 
 
 def _norm_settings(reference: Reference) -> str:

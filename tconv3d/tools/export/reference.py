@@ -366,13 +366,7 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
     forward = wrapped(indent + line for line in forward)
     renamed = [_renamed(line) for line in lines[model.lineno - 1 : first]]
     after = [_renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]]
-    new = [
-        *lines[: model.lineno - 1],
-        *renamed,
-        *forward,
-        *after,
-        *lines[model.end_lineno :],
-    ]
+    new = [*lines[: model.lineno - 1], *renamed, *forward, *after, *lines[model.end_lineno :]]
     shifted = len(forward) - ((functions[0].end_lineno or 0) - first)
     imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     docstring = [tree.body[0]] if ast.get_docstring(tree) is not None else []

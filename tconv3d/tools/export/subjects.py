@@ -67,11 +67,8 @@ def of_layer(layer: Layer, name: str = "") -> str:
     attribute = "conv_transpose" if layer.norm_groups else "conv_transpose3d"
     what = "One transposed 3D convolution" + (", ReLU and GroupNorm" if layer.norm_groups else "")
     norm = "        self.group_norm = nn.GroupNorm(num_groups, out_channels)\n"
-    values = (
-        *(layer.in_channels, layer.out_channels, layer.kernel),
-        *((layer.norm_groups,) if layer.norm_groups else ()),
-        *(layer.stride, layer.padding, layer.output_padding, layer.groups, layer.bias, layer.dilation),
-    )
+    channels, settings = list(layer.arguments.values())[:3], list(layer.arguments.values())[3:]
+    values = [*channels, *([layer.norm_groups] if layer.norm_groups else []), *settings]
     inputs = f"def get_init_inputs() -> list[Any]:\n    return [{', '.join(map(repr, values))}]"
     return TEXT.format(
         title=f"{what}: {name}." if name else f"{what}.",

@@ -455,12 +455,7 @@ def fits_type(wanted: Any, given: Any) -> bool | None:
 
 
 def deduce(
-    node: Node,
-    declarator: Node | None,
-    given: Any,
-    value: Any,
-    free: set[str],
-    bound: dict[str, Any],
+    node: Node, declarator: Node | None, given: Any, value: Any, free: set[str], bound: dict[str, Any]
 ) -> None:
     """Binds template parameters that the type of an argument tells."""
     while declarator is not None:

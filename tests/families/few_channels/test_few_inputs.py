@@ -12,16 +12,16 @@ from few_channels_layers import DTYPES, LAYERS, T1, T2, T3, swapped
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import TRAPS, UNIT, Layer, passes, poisoned
+from layers import TRAPS, Layer, assert_right, passes, poisoned, tensor_core_error
 from preferred import only, preferring
 from problems import A100, H200, problem
+from registers import report_of
 from torch import Tensor
 
 from tconv3d.families.few_channels import inputs as few_inputs_planner
 from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
-from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
 
@@ -50,13 +50,8 @@ def check(layer: Layer, operands: list[Tensor], grad: Tensor | None = None) -> N
             got = executor.input_grad(grad, operands[1], tuple(operands[0].shape[2:]), layer.settings)
             expected = passes(F.conv_transpose3d, exact, layer.settings, grad.double())[1][0]
             largest = passes(F.conv_transpose3d, positive, layer.settings, grad.double().abs())[1][0]
-    assert got.shape == expected.shape and got.dtype == operands[0].dtype
-    # Both factors of a product are rounded to TF32: 2^-11 each. Products of halves are exact.
-    product = 2.0**-10 if got.dtype == torch.float32 else 0.0
-    allowed = largest * (product + 12 * UNIT[torch.float32]) + expected.abs() * UNIT[got.dtype] + 1e-7
-    wrong = ~((got.double() - expected).abs() <= allowed)  # NaN is wrong too
-    first = wrong.nonzero()[:1].flatten().tolist()
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
+    assert got.dtype == operands[0].dtype
+    assert_right("result", got, expected, tensor_core_error(expected, largest, got.dtype, 12))
 
 
 def grad_of(layer: Layer, operands: list[Tensor]) -> Tensor:
@@ -180,12 +175,8 @@ def test_lanes_exchange_outputs_of_lines_that_begin_anywhere(output_padding: int
 
 @pytest.mark.parametrize("name", ["gan", "monai", "several passes"])
 def test_compiles_without_spills(name: str) -> None:
-    try:
-        compiler.version()
-    except compiler.MissingCompilerError:
-        pytest.skip("NVRTC is not installed")
     for layer, which in ((LAYERS[name], Pass.INPUT_GRAD), (swapped(LAYERS[name]), Pass.FORWARD)):
         for dtype in ("float32", "float16"):
             launch = few_inputs_planner.plan(problem(layer, which, dtype), H200).launches[0]
-            report = compiler.compile(launch.kernel, launch.constants, "sm_90a").report
+            report = report_of(launch)
             assert report.spill_stores == 0 and report.stack_bytes == 0

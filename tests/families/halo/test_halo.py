@@ -18,9 +18,9 @@ from halo_cases import (
     SETTINGS,
     SMALL_PANELS,
     STREAMED,
-    TOLERANCE,
     Case,
     Tensors,
+    all_tilings,
     build_for,
     needs_compiler,
 )
@@ -50,8 +50,7 @@ def check(case: Case, order: str = "forward") -> None:
     tensors = Tensors(case)
     plan = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
     assert plan is not None
-    tensors.run(plan, order)
-    assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
+    tensors.check(plan, order)
 
 
 @needs_compiler
@@ -107,24 +106,19 @@ def test_lines_of_any_layer(case: Case, order: str) -> None:
     plan = next((plan for plan in plans if plan is not None), None)
     assume(plan is not None)
     assert plan is not None
-    tensors.run(plan, order)
-    assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
+    tensors.check(plan, order)
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "aligned rows" in name])
 def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
     case = SETTINGS[name]
-    tensors, build = Tensors(case), build_for(case)
-    job = job_of(tensors.problem)
-    found = list(tilings(build, case.batch, job.positions, job.read_size))
+    tensors, build, job, found = all_tilings(case)
     for outputs in (16 // job.item_bytes, 2):
         wanted = [tiling for tiling in found if vector(build, job, tiling) == outputs]
         assert wanted, outputs
         for tiling in wanted[:: max(1, len(wanted) // 2)]:
-            tensors.y.fill_(float("nan"))
-            tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
-            assert tensors.error < TOLERANCE[case.dtype], (outputs, tiling)
+            tensors.check(halo_planner.assemble(build, tiling, job, DEVICE))
 
 
 @needs_compiler
@@ -132,15 +126,11 @@ def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
 def test_planes_that_are_one_line_are_stored_four_outputs_at_a_time(dtype: str, slabs: int) -> None:
     # Lines of 10, planes of 60.
     case = Case(16, 8, (3, 4, 8), 3, dtype=dtype, batch=3, build={**MARCH, "slabs": slabs})
-    tensors, build = Tensors(case), build_for(case)
-    job = job_of(tensors.problem)
-    found = list(tilings(build, case.batch, job.positions, job.read_size))
+    tensors, build, job, found = all_tilings(case)
     wanted = [tiling for tiling in found if vector(build, job, tiling) == 4]
     assert {tiling.length > 0 for tiling in wanted} == {True} and len({tiling.sheets for tiling in wanted}) == 2
     for tiling in wanted:
-        tensors.y.fill_(float("nan"))
-        tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
-        assert tensors.error < TOLERANCE[case.dtype], tiling
+        tensors.check(halo_planner.assemble(build, tiling, job, DEVICE))
 
 
 BESIDE: dict[str, object] = {"march": False, "split": (False, False, True), "row_bytes": 64}
@@ -161,23 +151,18 @@ def test_aligned_rows_are_loaded_as_vectors(name: str, monkeypatch: pytest.Monke
     """Whole lines, tiles that begin between vectors, and by the same kernel a tensor that is not aligned."""
     monkeypatch.setattr(loading, "MAX_BESIDE", 99.0)
     case = replace(VECTORS[name], batch=1)
-    tensors, build = Tensors(case), build_for(case)
-    job = job_of(tensors.problem)
-    found = [t for t in tilings(build, 1, job.positions, job.read_size) if loading.vectors(build, job, t)]
+    tensors, build, job, tried = all_tilings(case)
+    found = [t for t in tried if loading.vectors(build, job, t)]
     whole = max((t for t in found if t.tiles[3] == 1 and not t.length), key=lambda t: t.count)
     tiling = min((t for t in found if t.tiles[3] > 1 and t.tile[2] % 4), key=lambda t: t.count)
     for each in (whole, tiling):
-        tensors.y.fill_(float("nan"))
-        tensors.run(halo_planner.assemble(build, each, job, DEVICE), "shuffled:1")
-        assert tensors.error < TOLERANCE[case.dtype], each
+        tensors.check(halo_planner.assemble(build, each, job, DEVICE), "shuffled:1")
     unaligned = torch.empty(tensors.x.numel() + 1, dtype=tensors.x.dtype)[1:].view(tensors.x.shape)
     tensors.x = unaligned.copy_(tensors.x)
     job, by_vector = replace(job, aligned=False), constants(build, job)
     plan = halo_planner.assemble(build, tiling, job, DEVICE)
     assert not loading.vectors(build, job, tiling) and plan.main.constants == by_vector
-    tensors.y.fill_(float("nan"))
-    tensors.run(plan)
-    assert tensors.error < TOLERANCE[case.dtype]
+    tensors.check(plan)
 
 
 @needs_compiler
@@ -185,14 +170,11 @@ def test_aligned_rows_are_loaded_as_vectors(name: str, monkeypatch: pytest.Monke
 def test_runs_are_loaded_as_vectors(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "MAX_BESIDE", 99.0)
     case = replace(VECTORS["march"], size=(3, 14, 24), batch=3, dtype=dtype)
-    tensors, build = Tensors(case), build_for(case)
-    job = job_of(tensors.problem)
-    runs = [t for t in tilings(build, 3, job.positions, job.read_size) if t.length and loading.vectors(build, job, t)]
+    tensors, build, job, found = all_tilings(case)
+    runs = [t for t in found if t.length and loading.vectors(build, job, t)]
     assert {run.sheets for run in runs} == {1, 3} and max(run.tiles[2] for run in runs) > 1
     for run in runs:
-        tensors.y.fill_(float("nan"))
-        tensors.run(halo_planner.assemble(build, run, job, DEVICE), "shuffled:1")
-        assert tensors.error < TOLERANCE[dtype], run
+        tensors.check(halo_planner.assemble(build, run, job, DEVICE), "shuffled:1")
 
 
 PAIRS = {  # inputs whose lines are even, but no vectors
@@ -206,18 +188,14 @@ PAIRS = {  # inputs whose lines are even, but no vectors
 def test_even_lines_are_loaded_by_pairs(name: str) -> None:
     """Boxes and runs, and by the same kernel lines that begin at odd places."""
     case = PAIRS[name]
-    tensors, build = Tensors(case), build_for(case)
-    job = job_of(tensors.problem)
-    found = list(tilings(build, case.batch, job.positions, job.read_size))
+    tensors, build, job, found = all_tilings(case)
     paired = [t for t in found if loading.pairs(build, job, t)]
     runs = [t for t in paired if t.length]
     assert bool(runs) == build.march and len(paired) < len(found)
     boxes = [t for t in paired if not t.length]
     single = next(t for t in found if not loading.pairs(build, job, t))
     for tiling in (*runs, boxes[0], boxes[-1], single):
-        tensors.y.fill_(float("nan"))
-        tensors.run(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
-        assert tensors.error < TOLERANCE[case.dtype], tiling
+        tensors.check(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
 
 
 @needs_compiler
@@ -225,15 +203,11 @@ def test_even_lines_are_loaded_by_pairs(name: str) -> None:
 def test_every_tiling_gives_the_same_result(name: str) -> None:
     """All cuts of a small volume into tiles and slabs: the run-time numbers of one compiled kernel."""
     case = SETTINGS[name]
-    tensors, build = Tensors(case), build_for(case)
-    job = job_of(tensors.problem)
-    found = list(tilings(build, case.batch, job.positions, job.read_size))
+    tensors, build, job, found = all_tilings(case)
     runs = [tiling for tiling in found if tiling.length]
     assert len(found) >= 8 and (runs or not build.march)
     for tiling in runs + found[len(runs) :: max(1, len(found) // 12)]:
-        tensors.y.fill_(float("nan"))
-        tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
-        assert tensors.error < TOLERANCE[case.dtype], tiling
+        tensors.check(halo_planner.assemble(build, tiling, job, DEVICE))
 
 
 PORTIONS = {
@@ -258,9 +232,7 @@ def test_portions_of_the_channels_add_up(name: str) -> None:
     assert found is not None and found[1].portions > 1, "a GPU has more multiprocessors than this has tiles"
     for portions in {2, build.chunks}:
         plan = halo_planner.assemble(build, replace(found[1], portions=portions), job, DEVICE)
-        tensors.y.fill_(float("nan"))
-        tensors.run(plan)
-        assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
+        tensors.check(plan)
 
 
 SPREAD = {
@@ -284,13 +256,7 @@ SPREAD = {
         build={**LAST_DIVIDED, "split": (True, True, False), **COPIED},
     ),
     "small panels": Case(
-        96,
-        24,
-        (3, 5, 6),
-        2,
-        2,
-        dtype="float16",
-        build={**LAST_DIVIDED, **COPIED, **SMALL_PANELS, "slots": 8},
+        96, 24, (3, 5, 6), 2, 2, dtype="float16", build={**LAST_DIVIDED, **COPIED, **SMALL_PANELS, "slots": 8}
     ),
     "16 bits, channels last": LAST_TILES_DIVIDED,
     "groups, channels last": Case(
@@ -303,10 +269,9 @@ SPREAD = {
 @pytest.mark.parametrize("name", SPREAD)
 def test_shares_of_the_chunks_add_up(name: str) -> None:
     case = SPREAD[name]
-    tensors, build = Tensors(case), build_for(case)
+    tensors, build, job, tried = all_tilings(case)
     assert candidates.can_divide_last_tiles(build)
-    job = job_of(tensors.problem)
-    found = [t for t in tilings(build, case.batch, job.positions, job.read_size) if t.slabs <= build.round_slabs]
+    found = [t for t in tried if t.slabs <= build.round_slabs]
     ways = set()
     for tiling in found[:: max(1, len(found) // 3)]:
         work = tiling.work(build) * build.chunks
@@ -315,9 +280,7 @@ def test_shares_of_the_chunks_add_up(name: str) -> None:
             plan = halo_planner.assemble(build, tiling, job, device)
             spread = tiling.spread(build, job.arriving(build.input), multiprocessors)
             ways.add((spread.even > 0, spread.cost * spread.blocks > 0))
-            tensors.y.fill_(float("nan"))
-            tensors.run(plan, f"shuffled:{multiprocessors}")
-            assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling, multiprocessors)
+            tensors.check(plan, f"shuffled:{multiprocessors}")
     assert len(ways) > 1, "blocks took whole tiles, and pieces"
 
 
@@ -330,8 +293,7 @@ def test_input_may_have_any_strides() -> None:
     tensors.x = wide[:, ::2, :, 1:5, 2:7]
     plan = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
     assert plan is not None
-    tensors.run(plan)
-    assert tensors.error < TOLERANCE["float32"]
+    tensors.check(plan)
 
 
 @needs_compiler

@@ -69,9 +69,7 @@ def check(case: Case) -> None:
     assert plan is not None
     sizes = 2, 2, case.batch, case.out_channels, prod(problem.output_size)
     plan = replace(
-        plan,
-        main=with_tail(plan.main, *sizes),
-        sum=None if plan.sum is None else with_tail(plan.sum, *sizes),
+        plan, main=with_tail(plan.main, *sizes), sum=None if plan.sum is None else with_tail(plan.sum, *sizes)
     )
     assert plan.build.division is not Division.BLOCKS, "portions have no epilogue"
     random = torch.Generator().manual_seed(2)

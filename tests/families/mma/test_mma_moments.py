@@ -25,14 +25,8 @@ BLOCKS = {
     "TF32": (Block(Layer(16, 32, (3, 4, 5), T3), 4, tf32=True), "contiguous"),
     "12 channels per norm group": (Block(Layer(8, 36, (3, 4, 5), T3, T2, T1), 3, dtype=BF16), "channels last"),
     "one channel per norm group": (Block(Layer(8, 8, (3, 3, 5), T3, T2, T1), 8, dtype=F16), "contiguous"),
-    "several batch items": (
-        Block(Layer(32, 16, (2, 2, 2), T3, T2, T1, batch=7), 2, dtype=BF16),
-        "contiguous",
-    ),
-    "one norm group": (
-        Block(Layer(16, 24, (3, 4, 5), T3, (1, 2, 1), groups=2), 1, dtype=F16),
-        "channels last",
-    ),
+    "several batch items": (Block(Layer(32, 16, (2, 2, 2), T3, T2, T1, batch=7), 2, dtype=BF16), "contiguous"),
+    "one norm group": (Block(Layer(16, 24, (3, 4, 5), T3, (1, 2, 1), groups=2), 1, dtype=F16), "channels last"),
     "empty phases": (Block(Layer(8, 8, (3, 3, 3), T3, T2, (0, 1, 2), T1, T2), 2, dtype=F16), "contiguous"),
     "strict float32": (Block(Layer(8, 16, (3, 3, 4), T3), 4), "contiguous"),
 }

@@ -8,17 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_blocks import (
-    BF16,
-    BLOCKS,
-    F16,
-    F64,
-    FORMATS,
-    TOLERANCE,
-    errors,
-    run,
-    tf32,
-)
+from fused_blocks import BF16, BLOCKS, F16, F64, FORMATS, TOLERANCE, errors, run, tf32
 from layers import poisoned, to_tf32
 from sanitizing import sanitized
 from torch import Tensor

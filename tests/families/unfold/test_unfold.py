@@ -81,12 +81,7 @@ def test_against_float64(name: str, unfolded: str) -> None:
     ids=str,
 )
 def test_tilings_and_slices(
-    name: str,
-    tiling: tuple[int, ...],
-    channels: int,
-    lines: int,
-    unfolded: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tiling: tuple[int, ...], channels: int, lines: int, unfolded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Portions of either product, several tiles of columns, slices of planes and of lines."""
     monkeypatch.setattr(unfold, "tiling_of", lambda o, device: unfold.Tiling(*tiling))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import UNIT, Layer, Triple, passes, poisoned
+from layers import Layer, Triple, assert_right, passes, poisoned, tensor_core_error
 from preferred import only, preferring
 from problems import A100, H200
 from torch import Tensor
@@ -105,11 +105,8 @@ def check(layer: Layer, operands: list[Tensor], relu: bool = False) -> None:
     expected = passes(F.conv_transpose3d, exact, layer.settings, forward_only=True)[0]
     largest = passes(F.conv_transpose3d, [one.abs() for one in exact], layer.settings, forward_only=True)[0]
     expected = expected.relu() if relu else expected
-    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32
-    allowed = largest * (product + 20 * UNIT[torch.float32]) + expected.abs() * UNIT[dtype] + 1e-7
-    assert got.shape == expected.shape and got.dtype == dtype
-    wrong = ~((got.double() - expected).abs() <= allowed)  # NaN is wrong too
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
+    assert got.dtype == dtype
+    assert_right("result", got, expected, tensor_core_error(expected, largest, dtype))
 
 
 @pytest.mark.parametrize(("dtype", "name"), RUN, ids=str)

@@ -17,11 +17,7 @@ from tconv3d import emulator
 from tconv3d.families.up import backward as up
 from tconv3d.families.up import backward_last as up_last
 from tconv3d.planning import planner
-from tconv3d.planning.problem import (
-    Pass,
-    Problem,
-    channels_last_strides,
-)
+from tconv3d.planning.problem import Pass, Problem, channels_last_strides
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import UNIT, Layer, Triple
+from layers import UNIT, Layer, Triple, assert_right
 from problems import H200
 from torch import Tensor
 
@@ -108,9 +108,7 @@ def check(case: Case, which: Pass, device: str) -> None:
     for name in (("dw", "db") if layer.bias else ("dw",)) if weight else ("dx",):
         product = 0.0 if name == "db" else 2.0**-10  # both factors are rounded to TF32
         allowed = largest[name] * (product + 40 * UNIT[torch.float32]) + 1e-7
-        wrong = ~((got[name].double() - expected[name]).abs() <= allowed)  # NaN is wrong too
-        first = wrong.nonzero()[:1].tolist()
-        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first {first}"
+        assert_right(name, got[name], expected[name], allowed)
 
 
 @pytest.mark.parametrize("which", BOTH)

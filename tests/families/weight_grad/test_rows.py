@@ -118,8 +118,7 @@ def test_every_way_to_divide_the_taps(way: int, always: str) -> None:
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(
-    layer=small_layers((3, 5, 18), st.sampled_from((16, 40, 72)), st.sampled_from((32, 64, 80))),
-    half=st.booleans(),
+    layer=small_layers((3, 5, 18), st.sampled_from((16, 40, 72)), st.sampled_from((32, 64, 80))), half=st.booleans()
 )
 def test_generated_layers(layer: Layer, half: bool, always: str) -> None:
     compare(layer, torch.float16 if half else torch.bfloat16, always)

@@ -19,10 +19,7 @@ from tconv3d.torch_ops import executor
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 
-LAYERS = {
-    "odd sizes": Layer(20, 11, (2, 3, 7), T3, T2, T1),
-    "two by two": Layer(72, 16, (2, 3, 8), T3, T1, T1),
-}
+LAYERS = {"odd sizes": Layer(20, 11, (2, 3, 7), T3, T2, T1), "two by two": Layer(72, 16, (2, 3, 8), T3, T1, T1)}
 CASES = [(torch.float32, "odd sizes"), (torch.bfloat16, "odd sizes"), (torch.float16, "two by two")]
 
 
