@@ -44,8 +44,8 @@ BIAS_POSITIONS = 128  # least positions of dy for a block that adds them up
 MOST_SUMMING = 8  # most blocks per multiprocessor of the launch that adds parts
 
 # Costs of a multiprocessor in cycles at 1.755 GHz. Nobody has measured this kernel. They are those of the kernel
-# unfolded_products in TF32, which was measured on an H200 and has the same tiles: a chunk has the same bytes and takes
-# the tensor cores as many cycles. Costs of turned tensors were measured on an H200.
+# unfolded_products in TF32, which was measured on an H200 and has the same tiles: a chunk has the same bytes and
+# takes the tensor cores as many cycles. Costs of turned tensors were measured on an H200.
 BLOCK_CYCLES = 6000.0  # cycles per block until the first chunk arrives, and to store the sums
 PRODUCTS = 1600.0  # products of two numbers per cycle
 L2_BYTES = 38.0  # bytes per cycle from the L2 cache
@@ -176,16 +176,13 @@ class Turned:
 
     @staticmethod
     def of(problems: Wanted) -> Turned:
-        p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+        p = problems[Pass.INPUT_GRAD]
         g = p.geometry
         names, before = dict[str, str](), list[Turning]()
-        for name, strides, shape, aligned in (
-            ("dy", p.output, (p.batch, g.out_channels, *p.output_size), p.aligned),
-            ("x", q.input, (p.batch, g.in_channels, *p.input_size), q.aligned),
-            ("weight", p.weight, _weight_shape(g), p.weight_aligned),
-        ):
-            names[name] = name if _as_rows(strides, shape) and aligned else f"turned {name}"
-            if names[name] != name:
+        for name, strides, shape, aligned in _tensors(problems):
+            names[name] = name
+            if not _as_rows(strides, shape):
+                names[name] = f"turned {name}"
                 before.append(turning(name, names[name], shape, p.item_bytes, aligned, back=True))
         names["dw"] = "dw" if g.taps == 1 else "turned dw"
         behind = [] if g.taps == 1 else [turning("turned dw", "dw", _weight_shape(g), p.item_bytes, True)]
@@ -202,6 +199,17 @@ class Turned:
             rate = TURNED_BYTES if each.pairs else SINGLE_BYTES
             found += 2 * each.count * each.item_bytes / each.efficiency / rate / device.multiprocessors
         return found + LAUNCH * (bool(self.before) + bool(self.behind))
+
+
+def _tensors(problems: Wanted) -> list[tuple[str, Strides, tuple[int, ...], bool]]:
+    """Returns name, strides and shape of each tensor that is read, and whether its address is a multiple of 16."""
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
+    return [
+        ("dy", p.output, (p.batch, g.out_channels, *p.output_size), p.aligned),
+        ("x", q.input, (p.batch, g.in_channels, *p.input_size), q.aligned),
+        ("weight", p.weight, _weight_shape(g), p.weight_aligned),
+    ]
 
 
 def _weight_shape(g: Geometry) -> tuple[int, ...]:
@@ -248,10 +256,14 @@ def why_not_together(problems: Wanted, device: Device) -> str | None:
         return "nothing to add"
     if positions > MOST_ROWS or outputs * g.out_channels * p.item_bytes > MOST_GATHERED:
         return "dy is too large for the L2 cache"
-    x, y = (p.batch, g.in_channels, *p.input_size), (p.batch, g.out_channels, *p.output_size)
-    tensors = ((p.input, x), (q.input, x), (p.output, y), (p.weight, _weight_shape(g)))
-    if not all(_as_rows(strides, shape) or strides == contiguous_strides(shape) for strides, shape in tensors):
-        return "tensors are neither contiguous nor channels-last"
+    for _, strides, shape, aligned in _tensors(problems):
+        if not aligned and _as_rows(strides, shape):
+            return "positions are not aligned pieces of 16 bytes"
+        if not _as_rows(strides, shape) and strides != contiguous_strides(shape):
+            return "tensors are neither contiguous nor channels-last"
+    x = (p.batch, g.in_channels, *p.input_size)
+    if not _as_rows(p.input, x) and p.input != contiguous_strides(x):
+        return "the gradient of the input is neither contiguous nor channels-last"
     if q.weight != dense_strides(_weight_shape(g)):
         return "the gradient of the weight is not contiguous"
     if sum(Turned.of(problems).bytes().values()) > MOST_TURNED * device.workspace_bytes:

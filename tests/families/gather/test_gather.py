@@ -1,4 +1,4 @@
-"""The gradients of wide 16-bit layers as products of gathered operands: against float64, and the planner's promises."""
+"""The gradients of wide 16-bit layers by gathered operands: against float64, and what their planner promises."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def test_layouts(name: str, last: str, gathered: str) -> None:
 @pytest.mark.parametrize(
     ("name", "portions"), [("nothing whole", (5, 1)), ("nothing whole", (1, 2)), ("whole tiles", (2, 3))], ids=str
 )
-def test_portions(
-    name: str, portions: tuple[int, int], gathered: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_portions(name: str, portions: tuple[int, int], gathered: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile = gather.tile_of(problems(LAYERS[name])[Pass.INPUT_GRAD].geometry)
     tiling = replace(tile, portions_x=portions[0], portions_w=portions[1])
     monkeypatch.setattr(gather, "tiling_of", lambda p, device: tiling)
