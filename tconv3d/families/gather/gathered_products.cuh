@@ -33,13 +33,16 @@ struct GatheredProducts {
   static constexpr int kSteps = 4;                                    // K steps per chunk, 16 numbers each
   static constexpr int kProducers = 128, kLoadRows = kProducers / 8;  // rows that producers copy at once
   static constexpr int kAhead = C::kStages - 2;                       // chunks whose copies are in flight
-  static constexpr int kNowhere = -(1 << 29);  // coordinate of positions and taps that do not exist
   static_assert(C::kThreads == kProducers + 128 * C::kConsumers && C::kStages >= 3);
   static_assert(C::kColumns % 64 == 0 && C::kIn % kPiece == 0 && C::kOut % kPiece == 0, "whole pieces");
 
-  // Output position of the first tap of a position of x, and its offset in positions of dy.
-  struct alignas(16) Place {
-    int d, h, w, offset;
+  static_assert(C::kKernelD + C::kKernelH + C::kKernelW <= 32, "a bit for every tap along each dimension");
+
+  // Which taps of a position of x lie in dy: bits for taps along d, then h, then w. And the offset of its
+  // first tap, in positions of dy.
+  struct alignas(8) Place {
+    unsigned taps;
+    int offset;
   };
 
   const Args& args;
@@ -99,14 +102,29 @@ struct GatheredProducts {
     ptx::launch_dependents();
   }
 
+  // Returns the bits of the taps along one dimension whose outputs exist, from bit kFirst on.
+  template <int kFirst, int kKernel, int kDilation>
+  static __device__ __forceinline__ unsigned taps(int output, int size) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kKernel; ++i) {
+      const bool exists = static_cast<unsigned>(output + i * kDilation) < static_cast<unsigned>(size);
+      bits |= exists ? 1u << (kFirst + i) : 0u;
+    }
+    return bits;
+  }
+
   __device__ __forceinline__ Place place(int row) const {
-    if (row >= args.rows) return {kNowhere, kNowhere, kNowhere, 0};
     const int line = divide(row, args.by_in_w), plane = divide(line, args.by_in_h),
               item = divide(plane, args.by_in_d);
     const int w = (row - line * static_cast<int>(args.by_in_w.divisor)) * C::kStrideW - C::kPaddingW;
     const int h = (line - plane * static_cast<int>(args.by_in_h.divisor)) * C::kStrideH - C::kPaddingH;
     const int d = (plane - item * static_cast<int>(args.by_in_d.divisor)) * C::kStrideD - C::kPaddingD;
-    return {d, h, w, ((item * args.output.d + d) * args.output.h + h) * args.output.w + w};
+    const unsigned bits = taps<0, C::kKernelD, C::kDilationD>(d, args.output.d) |
+                          taps<C::kKernelD, C::kKernelH, C::kDilationH>(h, args.output.h) |
+                          taps<C::kKernelD + C::kKernelH, C::kKernelW, C::kDilationW>(w, args.output.w);
+    return {row < args.rows ? bits : 0u,
+            ((item * args.output.d + d) * args.output.h + h) * args.output.w + w};
   }
 
   // ---- Producers.
@@ -116,87 +134,97 @@ struct GatheredProducts {
     return to + row * kRowBytes + ((piece ^ (row % 8)) * 16);
   }
 
-  // Calls copy(row) for those of kCount rows of which this thread copies a piece.
-  template <int kCount, class Copy>
-  __device__ __forceinline__ void rows(Copy&& copy) const {
-    static_assert(kCount % kLoadRows == 0);
-#pragma unroll 4
-    for (int i = 0; i < kCount; i += kLoadRows) copy(i + thread / 8);
-  }
-
-  // Where 8 neighbouring terms lie in dy, from the place of a position on.
+  // Where 8 neighbouring terms lie in dy, from the first tap of a position on, and the bits of their tap.
   struct Tap {
-    int d, h, w, offset;
+    unsigned bits;
     const Scalar* dy;
 
+    Tap() = default;
     __device__ __forceinline__ Tap(const Args& args, int term) {
-      const int tap = term / C::kOut;
-      const bool exists = term < kTerms;
-      d = exists ? tap / (C::kKernelW * C::kKernelH) * C::kDilationD : kNowhere;
-      h = tap / C::kKernelW % C::kKernelH * C::kDilationH;
-      w = tap % C::kKernelW * C::kDilationW;
-      offset = exists ? (d * args.output.h + h) * args.output.w + w : 0;
-      dy = static_cast<const Scalar*>(args.dy) + term % C::kOut;
+      const int tap = term / C::kOut, w = tap % C::kKernelW, h = tap / C::kKernelW % C::kKernelH,
+                d = tap / (C::kKernelW * C::kKernelH);
+      const bool exists = kTerms % kChunk == 0 || term < kTerms;
+      // No place has all bits.
+      bits = exists ? 1u << d | 1u << (C::kKernelD + h) | 1u << (C::kKernelD + C::kKernelH + w) : ~0u;
+      const int line = d * C::kDilationD * args.output.h + h * C::kDilationH;
+      const long long way = static_cast<long long>(line) * args.output.w + w * C::kDilationW;
+      dy = static_cast<const Scalar*>(args.dy) + (way * C::kOut + term % C::kOut);
+      ptx::pin(dy);  // or else the sum with a place's offset is multiplied again for every place
     }
-    __device__ __forceinline__ void copy(const Args& args, const Place& place, unsigned to) const {
-      const bool inside = static_cast<unsigned>(place.d + d) < static_cast<unsigned>(args.output.d) &&
-                          static_cast<unsigned>(place.h + h) < static_cast<unsigned>(args.output.h) &&
-                          static_cast<unsigned>(place.w + w) < static_cast<unsigned>(args.output.w);
-      ptx::copy_piece(to, dy + static_cast<long long>(place.offset + offset) * C::kOut, inside);
+    __device__ __forceinline__ void copy(const Place& place, unsigned to) const {
+      ptx::copy_piece(to, dy + static_cast<long long>(place.offset) * C::kOut, (place.taps & bits) == bits);
     }
   };
 
+  // A thread copies one piece of every kLoadRows-th row. All these pieces have the same place in their rows.
+  __device__ __forceinline__ unsigned own(unsigned to) const { return at(to, thread / 8, thread % 8); }
+
   __device__ __forceinline__ void copy_for_input_grad(const Job& job, int chunk, int stage) const {
-    const int piece = thread % 8, term = chunk * kChunk + piece * kPiece;
+    const int term = chunk * kChunk + thread % 8 * kPiece, column = job.column + thread / 8;
     const Tap tap(args, term);
-    rows<kRows>([&](int row) { tap.copy(args, places[row], at(first(stage), row, piece)); });
-    const Scalar* const weight = static_cast<const Scalar*>(args.weight) + term;
-    const int rest = term < kTerms ? C::kIn - job.column : 0;  // input channels from the block's first one on
-    rows<C::kColumns>([&](int row) {
-      ptx::copy_piece(at(second(stage), row, piece),
-                      weight + static_cast<long long>(job.column + row) * kTerms, row < rest);
-    });
+    const Scalar* const weight =
+        static_cast<const Scalar*>(args.weight) + (static_cast<long long>(column) * kTerms + term);
+    const unsigned dy_to = own(first(stage)), weight_to = own(second(stage));
+    Place its[kRows / kLoadRows];
+#pragma unroll
+    for (int i = 0; i < kRows / kLoadRows; ++i) its[i] = places[i * kLoadRows + thread / 8];
+#pragma unroll
+    for (int i = 0; i < kRows / kLoadRows; ++i) tap.copy(its[i], dy_to + i * kLoadRows * kRowBytes);
+#pragma unroll
+    for (int row = 0; row < C::kColumns; row += kLoadRows) {
+      const bool inside =
+          (kTerms % kChunk == 0 || term < kTerms) && (C::kIn % C::kColumns == 0 || column + row < C::kIn);
+      ptx::copy_piece(weight_to + row * kRowBytes, weight + static_cast<long long>(row) * kTerms, inside);
+    }
   }
 
-  __device__ __forceinline__ void copy_for_weight_grad(const Job& job, int chunk, int stage) const {
-    const int piece = thread % 8, position = chunk * kChunk;
-    Place own[kChunk / kLoadRows];
+  __device__ __forceinline__ void copy_for_weight_grad(const Job& job, const Tap (&taps)[C::kConsumers],
+                                                       int chunk, int stage) const {
+    const int position = chunk * kChunk + thread / 8, in = job.column + thread % 8 * kPiece;
+    // The lanes of a warp copy pieces of 16 rows, whose places 16 lanes compute.
+    const Place mine = place(chunk * kChunk + lane % 16 / 4 * kLoadRows + warp * 4 + lane % 4);
+    const Scalar* const x =
+        static_cast<const Scalar*>(args.x) + (static_cast<long long>(position) * C::kIn + in);
+    const unsigned dy_to = own(first(stage)), x_to = own(second(stage));
 #pragma unroll
-    for (int i = 0; i < kChunk / kLoadRows; ++i) own[i] = place(position + i * kLoadRows + thread / 8);
-#pragma unroll 1
-    for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
-      const Tap tap(args, job.row + consumer * 64 + piece * kPiece);
+    for (int row = 0; row < kChunk; row += kLoadRows) {
+      const int from = row / kLoadRows * 4 + lane / 8;
+      const Place its{__shfl_sync(0xFFFFFFFFu, mine.taps, from), __shfl_sync(0xFFFFFFFFu, mine.offset, from)};
 #pragma unroll
-      for (int i = 0; i < kChunk / kLoadRows; ++i) {
-        const int row = i * kLoadRows + thread / 8;
-        tap.copy(args, own[i], at(first(stage) + consumer * kGroupBytes, row, piece));
+      for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+        taps[consumer].copy(its, dy_to + consumer * kGroupBytes + row * kRowBytes);
+      }
+#pragma unroll
+      for (int group = 0; group < C::kColumns / 64; ++group) {
+        const bool inside =
+            position + row < args.rows && (C::kIn % C::kColumns == 0 || in + group * 64 < C::kIn);
+        ptx::copy_piece(x_to + group * kGroupBytes + row * kRowBytes,
+                        x + (static_cast<long long>(row) * C::kIn + group * 64), inside);
       }
     }
-    const int rest = args.rows - position;  // positions from the chunk's first one on
-#pragma unroll 1
-    for (int group = 0; group < C::kColumns / 64; ++group) {
-      const int in = job.column + group * 64 + piece * kPiece;
-      const Scalar* const x = static_cast<const Scalar*>(args.x) + in;
-      rows<kChunk>([&](int row) {
-        ptx::copy_piece(at(second(stage) + group * kGroupBytes, row, piece),
-                        x + static_cast<long long>(position + row) * C::kIn, in < C::kIn && row < rest);
-      });
+  }
+
+  __device__ __forceinline__ void produce(const Job& job) const {
+    ptx::wait_for_previous_launch();
+    if (job.input_grad) {
+      produce(job, [&](int chunk, int stage) { copy_for_input_grad(job, chunk, stage); });
+    } else {
+      Tap taps[C::kConsumers];
+#pragma unroll
+      for (int i = 0; i < C::kConsumers; ++i) taps[i] = Tap(args, job.row + i * 64 + thread % 8 * kPiece);
+      produce(job, [&](int chunk, int stage) { copy_for_weight_grad(job, taps, chunk, stage); });
     }
   }
 
   // Producers hand a chunk over when their copies are complete and visible to the tensor cores, while those
   // of the next kAhead chunks are in flight.
-  __device__ __forceinline__ void produce(const Job& job) const {
-    ptx::wait_for_previous_launch();
+  template <class Copy>
+  __device__ __forceinline__ void produce(const Job& job, Copy&& copy) const {
     Ring next, handed;
     int waiting = 0;  // chunks that are copied and not handed over
     for (int chunk = job.begin; chunk < job.end; ++chunk) {
       ptx::barrier_wait(empty(next.index), next.parity ^ 1u);
-      if (job.input_grad) {
-        copy_for_input_grad(job, chunk, next.index);
-      } else {
-        copy_for_weight_grad(job, chunk, next.index);
-      }
+      copy(chunk, next.index);
       ptx::copy_commit();
       next.advance(C::kStages);
       if (++waiting > kAhead) {

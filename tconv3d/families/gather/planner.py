@@ -29,7 +29,8 @@ from .arguments import GATHERED_PRODUCTS
 
 CHUNK = 64  # numbers of K
 ROW_BYTES = 128  # bytes of a row of a chunk
-PLACE_BYTES = 16  # bytes of shared memory for the place of a row
+PLACE_BYTES = 8  # bytes of shared memory for the place of a row
+MOST_TAPS = 32  # largest sum of the kernel's three sizes: a place has a bit for every tap along each dimension
 PIECE = 8  # channels that are copied at once
 MOST_COLUMNS = 320  # input channels of a block: 160 sums for each consumer thread
 NARROW = 192  # input channels up to which a block has three consumer warpgroups, else two
@@ -249,6 +250,8 @@ def why_not_together(problems: Wanted, device: Device) -> str | None:
         return refusal
     if g.groups != 1:
         return "groups"
+    if sum(g.kernel) > MOST_TAPS:
+        return f"the sizes of the kernel add up to more than {MOST_TAPS}"
     if g.in_channels % PIECE or g.out_channels % PIECE:
         return f"channels are no multiples of {PIECE}"
     positions, outputs = p.batch * prod(p.input_size), p.batch * prod(p.output_size)
