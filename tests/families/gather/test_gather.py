@@ -26,7 +26,7 @@ LAYERS = {
     "whole tiles": Layer(64, 16, (2, 8, 8), T2, T2),
     "nothing whole": Layer(40, 24, (2, 3, 3), T3, T2, T1, T1),
     "two column tiles": Layer(328, 8, (1, 2, 3), (1, 2, 2), (2, 1, 2), batch=3),
-    "two consumers": Layer(200, 8, (3, 3, 5), (1, 3, 2), (1, 2, 1), (0, 1, 1), batch=1),
+    "two consumers": Layer(264, 8, (3, 3, 5), (1, 3, 2), (1, 2, 1), (0, 1, 1), batch=1),
     "dilated": Layer(8, 72, (3, 2, 4), (3, 2, 3), (1, 2, 3), (2, 0, 1), (0, 1, 1), (2, 3, 1)),
     "padding beyond the kernel": Layer(8, 8, (6, 6, 6), T2, T1, T3),
     "empty phases": Layer(16, 8, T3, T3, T2, (0, 1, 2), T1, T2),
