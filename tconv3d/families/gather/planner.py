@@ -16,8 +16,8 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from ...planning import tensor_cores
-from ...planning.calibration import Work, kind_of, surcharge
+from ...planning import calibration, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Launch, axis_constants
 from ...planning.offers import Answer, Offer, Refusal, Wanted
@@ -40,6 +40,7 @@ REGION_ALIGN = 256
 MOST_GATHERED = 40e6  # most bytes of dy: it stays in the L2 cache while its rows are gathered for each tap
 MOST_TURNED = 4  # most bytes of copies, in multiples of `Device.workspace_bytes`
 MOST_ROWS = 2**27  # most positions of x
+MOST_OUT = 2**14  # most output channels: a block of the bias gradient has a sum for each in shared memory
 PORTIONS = (*range(1, 13), 16, 24, 32)  # choices for the numbers of portions
 BIAS_POSITIONS = 128  # least positions of dy for a block that adds them up
 MOST_SUMMING = 8  # most blocks per multiprocessor of the launch that adds parts
@@ -257,6 +258,8 @@ def why_not_together(problems: Wanted, device: Device) -> str | None:
     positions, outputs = p.batch * prod(p.input_size), p.batch * prod(p.output_size)
     if not positions * outputs:
         return "nothing to add"
+    if g.out_channels > MOST_OUT:
+        return f"more than {MOST_OUT} output channels"
     if positions > MOST_ROWS or outputs * g.out_channels * p.item_bytes > MOST_GATHERED:
         return "dy is too large for the L2 cache"
     for _, strides, shape, aligned in _tensors(problems):
@@ -288,7 +291,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
             device,
             lambda: Work(1, cycles(wanted, device)),
             lambda: plan_tiling(wanted, device, tiling_of(p, device)),
-            surcharge=surcharge("gather", device, kind_of(p)),
+            surcharge=calibration.surcharge("gather", device, calibration.kind_of(p)),
         )
     ]
 

@@ -15,7 +15,7 @@ from problems import A100, H200, problems
 from tconv3d import emulator
 from tconv3d.families.gather import planner as gather
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Pass, Problem
+from tconv3d.planning.problem import Pass, Problem, channels_last_strides
 from tconv3d.runtime import compiler
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
@@ -73,14 +73,13 @@ def test_layouts(name: str, last: str, gathered: str) -> None:
     check(LAYERS[name], BF16, gathered, tuple(operands))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "portions"), [("nothing whole", (5, 1)), ("nothing whole", (1, 2)), ("whole tiles", (2, 3))], ids=str
-)
-def test_portions(name: str, portions: tuple[int, int], gathered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = gather.tile_of(problems(LAYERS[name])[Pass.INPUT_GRAD].geometry)
+@pytest.mark.parametrize("portions", [(5, 1), (1, 1), (2, 2)], ids=str)
+def test_portions(portions: tuple[int, int], gathered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = replace(LAYERS["nothing whole"], size=(4, 4, 5))
+    tile = gather.tile_of(problems(layer)[Pass.INPUT_GRAD].geometry)
     tiling = replace(tile, portions_x=portions[0], portions_w=portions[1])
     monkeypatch.setattr(gather, "tiling_of", lambda p, device: tiling)
-    check(LAYERS[name], BF16, gathered)
+    check(layer, BF16, gathered)
 
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
@@ -105,6 +104,8 @@ def test_what_it_refuses_and_why() -> None:
         (wanted_of(replace(WIDE, groups=2)), H200, "groups"),
         (wanted_of(replace(WIDE, out_channels=324)), H200, "multiples"),
         (wanted_of(replace(WIDE, size=(40, 40, 40))), H200, "L2"),
+        (wanted_of(replace(WIDE, kernel=(12, 12, 12))), H200, "kernel"),
+        (wanted_of(WIDE, aligned=False, output=channels_last_strides((2, 320, 20, 20, 20))), H200, "aligned"),
     ):
         assert reason in (gather.why_not_together(refused, device) or "")
 
