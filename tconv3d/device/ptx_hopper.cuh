@@ -160,6 +160,17 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(group_bytes >> 4) << 32 | kSwizzle << 62;
 }
 
+// Describes an operand whose rows of 128 bytes in shared memory are K: 64 numbers of every row, the next 64
+// `columns_bytes` further on (the leading dimension byte offset of PTX), and so on. Groups of 8 rows are
+// `group_bytes` apart (its stride dimension byte offset).
+__device__ __forceinline__ unsigned long long matrix_descriptor_of_rows(unsigned address,
+                                                                        unsigned group_bytes,
+                                                                        unsigned columns_bytes) {
+  return static_cast<unsigned long long>((address & 0x3FFFFu) >> 4) |
+         static_cast<unsigned long long>(columns_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(group_bytes >> 4) << 32 | 1ull << 62;
+}
+
 // Returns the descriptor of the operand `bytes` further on.
 __device__ __forceinline__ unsigned long long advance(unsigned long long descriptor, unsigned bytes) {
   return descriptor + (bytes >> 4);
@@ -189,7 +200,7 @@ __device__ __forceinline__ void matrix_wait() {
 // columns 2*(lane%4) and the next. A is a descriptor, or four words per lane in registers, laid out as in
 // warp_multiply for the warp's 16 rows; these registers must not change before matrix_wait.
 // issue_rows<operand>(sums, a, b) takes 16-bit operands whose rows in shared memory are K: 16 rows of each,
-// in two groups of 8, with 64 numbers of A and N of B along a row of 128 bytes.
+// in two groups of 8, with 64 numbers of A and N of B along rows of 128 bytes.
 template <int kColumns>
 struct MatrixMultiply;
 

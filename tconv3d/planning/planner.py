@@ -27,6 +27,7 @@ from ..families.direct import planner as direct_planner
 from ..families.few_channels import inputs as few_inputs_planner
 from ..families.few_channels import outputs as few_outputs_planner
 from ..families.few_channels import weight_grad as few_weight_grad_planner
+from ..families.gather import planner as gather_planner
 from ..families.group_backward import planner as group_backward_planner
 from ..families.halo import planner as halo_planner
 from ..families.mma import planner as mma_planner
@@ -52,6 +53,7 @@ WORKSPACE_ALIGN = 256  # bytes
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("unfold", unfold_planner),
+    ("gather", gather_planner),
     ("up_backward", up_backward_planner),
     ("up_backward_last", up_backward_last_planner),
     ("up", up_planner),

@@ -50,6 +50,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
     "even lines, before Hopper": (UP, torch.bfloat16, CONTIGUOUS),
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
+    "few positions, 16 bits": (WIDE, torch.bfloat16, CHANNELS_LAST),
     "wide, channels last in TF32": (replace(WIDE, out_channels=20), torch.float32, CHANNELS_LAST),
 }
 # Kernels that are to run, though they are predicted to win for larger layers.
@@ -66,6 +67,7 @@ PREFERRED = {
     "wide, before Hopper": ("mma", "tensor_weight_grad"),
     "even lines, before Hopper": ("mma", "tensor_weight_grad"),
     "wide, even lines": ("halo", "hopper_weight_grad"),
+    "few positions, 16 bits": ("gather",),
 }
 # Layers that run in TF32, and what the fuzz favours for them.
 IN_TF32 = {"up-convolution, gradients apart": "up_grad", "few positions": "unfold", "wide, channels last in TF32": ""}

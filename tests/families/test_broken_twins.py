@@ -41,6 +41,8 @@ UP = Layer(16, 8, (2, 4, 8), T2, T2, batch=1, bias=False)
 GROUPS = Layer(16, 16, (3, 4, 14), T3, T1, T1, groups=4, batch=1)
 ODD = Layer(64, 96, (3, 5, 9), T3, T2, T1, batch=1)
 DEPTHWISE = Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6)
+GRADIENTS = ("input", "weight", "bias")
+GATHERED = Case(Layer(40, 24, (2, 3, 3), T3, T2, T1, T1), "bfloat16", favoured="gather", wanted=GRADIENTS)
 TWINS = (
     Twin("direct", "direct", "&& w + kW < args.x_size.w;", "&& w + kW + 1 < args.x_size.w;", Case(ODD, "float64")),
     Twin("depthwise", "depthwise", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE)),
@@ -136,14 +138,28 @@ TWINS = (
         "unfold",
         "d < args.output.d && 0 <= h",
         "d < args.output.d && 0 < h",
-        Case(Layer(20, 11, (2, 3, 3), T3, T2, T1, T1), favoured="unfold", wanted=("input", "weight", "bias")),
+        Case(Layer(20, 11, (2, 3, 3), T3, T2, T1, T1), favoured="unfold", wanted=GRADIENTS),
     ),
     Twin(
         "unfold",
         "unfolded_products",
         "if (in + i % 2 < args.rows",
         "if (in + i % 2 + 1 < args.rows",
-        Case(Layer(20, 11, (2, 3, 3), T3, T2, T1, T1), favoured="unfold", wanted=("input", "weight", "bias")),
+        Case(Layer(20, 11, (2, 3, 3), T3, T2, T1, T1), favoured="unfold", wanted=GRADIENTS),
+    ),
+    Twin(
+        "gather",
+        "gathered_products",
+        "< static_cast<unsigned>(size)",
+        "< static_cast<unsigned>(size - 1)",
+        GATHERED,
+    ),
+    Twin(
+        "gather",
+        "gathered_products",
+        "position + row < args.rows",
+        "position + row + 1 < args.rows",
+        GATHERED,
     ),
     Twin("up", "up", "bias[layout.out_of_sum(i)]", "bias[layout.out_of_sum(0)]", Case(replace(UP, bias=True))),
     Twin(

@@ -47,6 +47,7 @@ FAVOURED: dict[str, Favour] = {
     "rows": Favour(("rows_weight_grad",)),
     "to_rows": Favour(("to_rows", "rows_weight_grad", "align")),
     "unfold": Favour(("unfold",)),
+    "gather": Favour(("gather",)),
     "depthwise_tiles": Favour(("depthwise_tiles", "depthwise_tiles_weight_grad")),
     "up_backward": Favour(("up_backward", "up_backward_last")),
     "up_grad": Favour(("up_grad",), ((up_grad_planner, {"MIN_CHANNELS": 1, "MIN_POSITIONS": 1}),)),

@@ -43,9 +43,9 @@ def check(
     return got
 
 
-def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> None:
     """Checks that the gradients are equal, bit for bit, in whatever order the emulator runs threads."""
-    operands = tensors(layer, torch.float32, "cpu")
+    operands = tensors(layer, dtype, "cpu")
     first = gradients(layer, *operands)
     original = emulator.prepare
     for order in ("reversed", "shuffled:1"):

@@ -35,7 +35,10 @@ from tconv3d.runtime import compiler
 HOPPER = "sm_90a"
 OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
 # Beginnings of the names of kernels that use wgmma, or prepare or finish the work of one that does.
-HOPPER_ONLY = ("halo", "hopper", "rows_weight_grad", "unfold", "up", "group_backward", "pack", "turn", "reduce_")
+HOPPER_ONLY = (
+    *("halo", "hopper", "rows_weight_grad", "unfold", "gather", "up", "group_backward"),
+    *("pack", "turn", "reduce_"),
+)
 # Kernels that need Hopper or newer, because their launches overlap the previous launch.
 FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
 NO_SPILLS = ("direct", "direct_weight_grad", "channel_sum", "reduce", "mma", "mma_pack")

@@ -29,7 +29,7 @@ FAMILIES = {
     "mma": (16, 16, 1, torch.float16, ("mma", "tensor_weight_grad")),
     "depthwise": (4, 4, 4, torch.float32, ("depthwise_lines", "depthwise")),
     "groups": (16, 16, 4, torch.bfloat16, ("group_backward",)),
-    "unfolded": (16, 16, 1, torch.float16, ("unfold",)),
+    "gathered": (16, 16, 1, torch.float16, ("gather",)),
 }
 
 

@@ -216,6 +216,14 @@ inline unsigned long long matrix_descriptor(unsigned address, unsigned group_byt
          static_cast<unsigned long long>(group_bytes >> 4) << 32 | kSwizzle << 62;
 }
 
+inline unsigned long long matrix_descriptor_of_rows(unsigned address, unsigned group_bytes,
+                                                    unsigned columns_bytes) {
+  if (columns_bytes % 16u || (columns_bytes >> 4) > 0x3FFFu)
+    emulator::fail("a matrix descriptor cannot say that columns are %u bytes apart", columns_bytes);
+  const unsigned long long one = matrix_descriptor<128>(address, group_bytes) & ~(0x3FFFull << 16);
+  return one | static_cast<unsigned long long>(columns_bytes >> 4) << 16;
+}
+
 inline unsigned long long advance(unsigned long long descriptor, unsigned bytes) {
   return descriptor + (bytes >> 4);
 }
@@ -277,16 +285,26 @@ inline void read_fragment_rows(const unsigned* fragment, Operand operand, float 
   emulator::converge("matrix_wait");
 }
 
-// Reads column `column` of an operand whose 16 rows of 128 bytes in shared memory are K.
-EMULATOR_UNREPORTED inline int read_operand_column(unsigned long long descriptor, unsigned column,
-                                                   Operand operand, float (&values)[16]) {
-  if (descriptor >> 62 != 1 || column >= 64)
+// Returns the address in bytes of a number in row k of an operand whose 16 rows of 128 bytes in shared memory
+// are K, before it is swizzled. 64 columns follow each other along a row; the leading dimension byte offset
+// (bits 16 to 29) leads to the next 64, the stride dimension byte offset (bits 32 to 45) to the next 8 rows.
+// This is the 128-byte swizzle of MN-major operands in the PTX ISA's tables of wgmma matrix descriptors,
+// which CUTLASS writes as Swizzle<3,4,3> o ((8,8,m),(8,k)):((1,8,LBO),(64,SBO)) for 16-bit numbers.
+inline unsigned place_in_row(unsigned long long descriptor, unsigned k, unsigned column) {
+  const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
+  const unsigned columns_bytes = static_cast<unsigned>(descriptor >> 16 & 0x3FFFu) << 4;
+  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+  if (descriptor >> 62 != 1 || (column >= 64 && columns_bytes % 1024u))
     emulator::fail("rows that are K have 128 bytes: column %u of layout %u", column,
                    static_cast<unsigned>(descriptor >> 62));
-  const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
-  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+  return start + k / 8u * group_bytes + k % 8u * 128u + column / 64u * columns_bytes + column % 64u * 2u;
+}
+
+// Reads column `column` of such an operand.
+EMULATOR_UNREPORTED inline int read_operand_column(unsigned long long descriptor, unsigned column,
+                                                   Operand operand, float (&values)[16]) {
   for (unsigned k = 0; k < 16; ++k) {
-    const unsigned logical = start + k / 8u * group_bytes + k % 8u * 128u + 2u * column;
+    const unsigned logical = place_in_row(descriptor, k, column);
     const unsigned physical = logical ^ ((logical >> 7 & 7u) << 4);
     std::uint16_t bits;
     std::memcpy(&bits, emulator::shared_pointer(physical, 2), sizeof bits);
@@ -309,16 +327,21 @@ inline void report_operands(const EmulatedMultiply& item) {
     const unsigned physical = logical ^ ((logical >> 7 & (row_bytes / 16u - 1u)) << 4);
     emulator::races::read_by_async_proxy(emulator::shared_pointer(physical, 16), 16, true);
   };
+  const auto report_rows = [&](unsigned long long descriptor, unsigned k, unsigned piece) {
+    const unsigned logical = place_in_row(descriptor, k, 8u * piece);
+    const unsigned physical = logical ^ ((logical >> 7 & 7u) << 4);
+    emulator::races::read_by_async_proxy(emulator::shared_pointer(physical, 16), 16, true);
+  };
   const auto columns = static_cast<unsigned>(item.columns);
   if (!item.fragment) {
     if (item.rows)
-      report(item.a, lane % 16u, 2u * warp + lane / 16u);
+      report_rows(item.a, lane % 16u, 2u * warp + lane / 16u);
     else
       report(item.a, 16u * warp + lane % 16u, lane / 16u);
   }
   for (unsigned i = lane; i < 2u * columns; i += 32u) {
     if (item.rows)
-      report(item.b, i % 16u, i / 16u);
+      report_rows(item.b, i % 16u, i / 16u);
     else
       report(item.b, i / 2u, i % 2u);
   }
