@@ -3,7 +3,7 @@
 // Where y is channels-last, a lane holds four neighbouring channels of a pair of tiles and stores them
 // from its registers. Where y is contiguous along w, the lines of outputs, with the phases along w
 // interleaved, are assembled in shared memory and stored by neighbouring lanes, at whatever address a line
-// begins.
+// begins. With kAlongW, neighbouring lanes hold neighbouring outputs and store them from their registers.
 #pragma once
 
 #include "mma_tile.cuh"
@@ -119,6 +119,47 @@ struct MmaStores {
                          (static_cast<long long>(tile.group) * C::kOuts + channel) * strides.c +
                          to.d * strides.d + to.h * strides.h + w;
     return finished<false>(sums, y, to.n, channel, kStepW, to.exists && channel < C::kOuts ? left : 0);
+  }
+
+  // Stores lines of outputs from registers: 8 lanes have neighbouring positions along w, all phases of each.
+  __device__ __forceinline__ void store_directly(Sums& sums) const {
+    static_assert(!C::kAlongW || (C::kTilesM == 1 && kStepW == 1 && C::kSplits == 1),
+                  "outputs are neighbours");
+    const Strides& strides = tile.args.y_strides;
+    const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
+    Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts * strides.c;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto at = tile.position(warp_m, half * 8 + lane / 4, 0);
+#pragma unroll
+      for (int f = 0; f < C::kPhases; f += kPhasesW) {
+        const auto to = tile.output(at, f);
+        if (!to.exists) continue;
+        Out* const line = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w;
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int channel = first + Layout::column(j, lane % 4 * 2 + e);
+            if (channel >= C::kOuts) continue;
+            float some[kPhasesW];
+#pragma unroll
+            for (int k = 0; k < kPhasesW; ++k) some[k] = sums[f + k][0][j][2 * half + e];
+            Out* const own = line + channel * strides.c;
+            const int left = tile.args.y_size.w - to.w;
+            const auto values = finished<false>(some, own, to.n, channel, 1, left);
+            if (kVector == kPhasesW && tile.args.store_width == kPhasesW) {
+              store_vector(own, values);
+            } else {
+#pragma unroll
+              for (int k = 0; k < kPhasesW; ++k) {
+                if (k < left) own[k] = values.at[k];
+              }
+            }
+          }
+        }
+      }
+    }
   }
 
   template <int kFirst>
