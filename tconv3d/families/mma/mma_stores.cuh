@@ -232,27 +232,38 @@ struct MmaStores {
     }
   }
 
-  // Columns that a lane stores together: several are read from shared memory before the first of them is
-  // stored. `lanes` lanes share a line of a column, of which this lane is number `own`.
-  static constexpr int kBatch = 4;
+  // Columns and lines that a lane stores together: several are read from shared memory before the first of
+  // them is stored, because a warp waits for shared memory longer than it takes to store. `lanes` lanes share
+  // a line of a column, of which this lane is number `own`.
+  static constexpr int kBatch = 4, kLines = 2;
   struct Columns {
     Out* to[kBatch];  // a column's channel in y, or null
     const Out* from[kBatch];
     int own, lanes;
   };
 
-  // Stores a line of each column by accesses of kWidth outputs, which are aligned.
+  // Stores the lines that begin at `lines` in each column by accesses of kWidth outputs, which are aligned.
   template <int kWidth>
-  __device__ __forceinline__ void store_vectors(const Columns& columns, const Place& place, int line) const {
-    for (int i = kWidth * columns.own; i < place.length; i += kWidth * columns.lanes) {
-      Vector<Out, kWidth> values[kBatch];
+  __device__ __forceinline__ void store_vectors(const Columns& columns, const Place (&places)[kLines],
+                                                const int (&lines)[kLines]) const {
+    const int longest = max(places[0].length, places[1].length);
+    for (int i = kWidth * columns.own; i < longest; i += kWidth * columns.lanes) {
+      Vector<Out, kWidth> values[kLines][kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (columns.to[b] != nullptr) values[b] = load_vector<kWidth>(columns.from[b] + line + i);
+      for (int l = 0; l < kLines; ++l) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (columns.to[b] != nullptr) values[l][b] = load_vector<kWidth>(columns.from[b] + lines[l] + i);
+        }
       }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (columns.to[b] != nullptr) store_vector(columns.to[b] + place.offset + i * kStepW, values[b]);
+      for (int l = 0; l < kLines; ++l) {
+        if (i >= places[l].length) continue;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (columns.to[b] != nullptr)
+            store_vector(columns.to[b] + places[l].offset + i * kStepW, values[l][b]);
+        }
       }
     }
   }
@@ -290,13 +301,18 @@ struct MmaStores {
   // Stores all lines of some columns; kWidth is 0 for pairs. Every warp has some lines.
   template <int kWidth>
   __device__ __forceinline__ void store_all_lines(const Columns& columns, int lines) const {
+    constexpr int kWarps = C::kThreads / 32, kTogether = kWidth == 0 ? 1 : kLines;
+    const int count = lines * kOuter, pitch = tile.args.store_line;
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < lines * kOuter; i += C::kThreads / 32) {
+    for (int i = threadIdx.x / 32; i < count; i += kTogether * kWarps) {
       const Place place = places()[i];
       if constexpr (kWidth == 0) {
-        store_pairs(columns, place, i * tile.args.store_line);
+        store_pairs(columns, place, i * pitch);
       } else {
-        store_vectors<kWidth>(columns, place, i * tile.args.store_line);
+        const int second = i + kWarps < count ? i + kWarps : i;
+        const Place other = places()[second];
+        store_vectors<kWidth>(columns, {place, {other.offset, second == i ? 0 : other.length}},
+                              {i * pitch, second * pitch});
       }
     }
   }
