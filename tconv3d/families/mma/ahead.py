@@ -39,7 +39,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 def why_never(problem: Problem, device: Device) -> str | None:
     """Returns a reason for refusal that is known without a search for a build, or None."""
-    if device.capability[0] >= 9:
+    if device.capability[0] == 9:
         return "it is for GPUs without Hopper's instructions"
     if refusal := planner.why_never(problem, device):
         return refusal
@@ -137,7 +137,7 @@ def _boxes(work: Work, build: Build) -> tuple[Box, ...]:
 def _may_be_along(work: Work) -> bool:
     """Tells whether no taps share fragments, so that the rows of a tile may be neighbours along w."""
     along, y = work.side.gathers[2], work.side.y
-    dense = y[4] == 1 and along.input_step == 1 and (along.output_step == along.phases if work.unrolled else False)
+    dense = y[4] == 1 and along.input_step == 1 and along.output_step == along.phases in (1, 2, 4)
     return dense and all(window.span == 0 for window in work.windows)
 
 
@@ -147,9 +147,11 @@ def _is_worth_trying(work: Work, shape: Shape) -> bool:
 
 
 def _builds(work: Work, shape: Shape) -> Iterator[Build]:
-    build = next(each for each in model.builds(work, shape) if each.stages == 2)
     along = shape.tiles_m == 1 and _may_be_along(work)
-    yield replace(build, resident=True, ahead=True, along=along)
+    rows = next(model.builds(work, shape)).rows
+    for build in model.builds(work, shape):
+        if build.rows == rows:
+            yield replace(build, resident=True, ahead=True, along=along)
 
 
 def _fitting(work: Work, build: Build, box: Box, copy: int, device: Device) -> Candidate | None:
@@ -158,7 +160,8 @@ def _fitting(work: Work, build: Build, box: Box, copy: int, device: Device) -> C
     if copy not in (PIECES, WORDS) or not model.may_stay(work, found.chunks, found.tap_bytes, device):
         return None
     fit = min(found.blocks_that_fit(device), build.blocks)
-    if fit == 0:
+    steps = min(sum(-(-len(source.rows) // build.rows) for source in phase) for phase in work.phases)
+    if fit == 0 or 0 < found.chunks * steps < build.stages - 1:  # copies are ahead by at most one tile
         return None
     several = replace(found, build=replace(build, blocks=fit)).in_one_wave(device)
     return several if several.tiles_of_block > 1 else None

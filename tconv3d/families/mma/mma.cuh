@@ -27,8 +27,8 @@
 // With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
 // its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
 // read their weights for every tile otherwise, which are as many bytes as their halos. With kAhead, the
-// copies go on from tile to tile: the last step of a tile asks for the first halo of the next one, which
-// arrives while outputs are stored. Outputs then have shared memory of their own, and halos two lists of
+// copies go on from tile to tile: the last steps of a tile ask for the first halos of the next one, which
+// arrive while outputs are stored. Outputs then have shared memory of their own, and halos two lists of
 // items by turns.
 #pragma once
 
@@ -58,7 +58,8 @@ struct Mma {
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
   static_assert(C::kSplits == 1 || !C::kResident, "resident weights are those of all chunks");
   static_assert(C::kResident || C::kWeightStages == C::kStages, "stages are used again");
-  static_assert(!C::kAhead || (C::kResident && C::kStages == 2 && !kThroughRegisters), "one step ahead");
+  static_assert(!C::kAhead || (C::kResident && C::kSplits == 1 && !kThroughRegisters),
+                "copies are asynchronous");
 
   // A place in the loop over chunks and steps, with the indices of its buffers. `row` is the step's first row
   // of taps; `halo` is the buffer of the halo that the step reads.
@@ -169,10 +170,11 @@ struct Mma {
         copies.copy_halo(shared.halo + at.halo * halo_bytes, at.chunk, tile.source_of(at.step));
       at.weights += rows * kRowWords;
     } else if constexpr (C::kAhead) {
+      const int chunk = at.chunk - tile.last_chunk;  // chunk of the next tile
       const Tile next(tile.args, number + 1);
-      if (next.exists)
-        copies_of(next).copy_halo(shared.halo + at.halo * halo_bytes, next.first_chunk, next.source_of(0));
-      next_halo = at.halo;
+      if (next.exists && tile.begins_halo(at.step))
+        copies_of(next).copy_halo(shared.halo + at.halo * halo_bytes, chunk, tile.source_of(at.step));
+      if (chunk == 0 && at.step == 0) next_halo = at.halo;
     }
     ptx::copy_commit();
     advance(at);
@@ -398,10 +400,12 @@ struct Mma {
       current.halo = next_halo;
       Ahead ahead{current, copies.weights()};
       begin_jobs(0, tile.first_chunk, 0);
-      if (C::kAhead && number > 0) {
-        advance(ahead);  // the previous tile has asked for the first step
-      } else {
-        for (int i = 0; i < C::kStages - 1; ++i) ask_for(ahead);
+      for (int i = 0; i < C::kStages - 1; ++i) {
+        if (C::kAhead && number > 0) {
+          advance(ahead);  // the previous tile has asked for this step
+        } else {
+          ask_for(ahead);
+        }
       }
 #pragma unroll 1
       while (current.chunk < tile.last_chunk) {

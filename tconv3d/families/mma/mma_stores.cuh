@@ -235,7 +235,9 @@ struct MmaStores {
   // Columns and lines that a lane stores together: several are read from shared memory before the first of
   // them is stored, because a warp waits for shared memory longer than it takes to store. `lanes` lanes share
   // a line of a column, of which this lane is number `own`.
-  static constexpr int kBatch = 4, kLines = 2;
+  // Sums of columns that are stored later leave no registers for two lines if they are many.
+  static constexpr int kWaitingSums = 4 * C::kPhases * C::kTilesM * (C::kTilesN - C::kStoreTiles);
+  static constexpr int kBatch = 4, kLines = kWaitingSums > 64 ? 1 : 2;
   struct Columns {
     Out* to[kBatch];  // a column's channel in y, or null
     const Out* from[kBatch];
@@ -246,7 +248,7 @@ struct MmaStores {
   template <int kWidth>
   __device__ __forceinline__ void store_vectors(const Columns& columns, const Place (&places)[kLines],
                                                 const int (&lines)[kLines]) const {
-    const int longest = max(places[0].length, places[1].length);
+    const int longest = max(places[0].length, places[kLines - 1].length);
     for (int i = kWidth * columns.own; i < longest; i += kWidth * columns.lanes) {
       Vector<Out, kWidth> values[kLines][kBatch];
 #pragma unroll
@@ -305,14 +307,20 @@ struct MmaStores {
     const int count = lines * kOuter, pitch = tile.args.store_line;
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < count; i += kTogether * kWarps) {
-      const Place place = places()[i];
       if constexpr (kWidth == 0) {
-        store_pairs(columns, place, i * pitch);
+        store_pairs(columns, places()[i], i * pitch);
       } else {
-        const int second = i + kWarps < count ? i + kWarps : i;
-        const Place other = places()[second];
-        store_vectors<kWidth>(columns, {place, {other.offset, second == i ? 0 : other.length}},
-                              {i * pitch, second * pitch});
+        Place found[kLines];
+        int starts[kLines];
+#pragma unroll
+        for (int l = 0; l < kLines; ++l) {
+          const bool exists = i + l * kWarps < count;
+          const int line = exists ? i + l * kWarps : i;
+          found[l] = places()[line];
+          if (!exists) found[l].length = 0;
+          starts[l] = line * pitch;
+        }
+        store_vectors<kWidth>(columns, found, starts);
       }
     }
   }

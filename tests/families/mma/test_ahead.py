@@ -29,6 +29,7 @@ FEW = replace(AMPERE, multiprocessors=1, shared_bytes=166912)
 CASES = {
     "up-convolution": (Layer(40, 24, (5, 4, 20), T2, T2, batch=1), CONTIGUOUS),
     "lines of any length": (Layer(12, 20, (3, 2, 21), T2, T2, output_padding=(1, 0, 1), batch=2), CONTIGUOUS),
+    "stride 3": (Layer(8, 27, (4, 1, 13), (1, 3, 3), (1, 3, 3), output_padding=(0, 2, 2), batch=2), CONTIGUOUS),
     "odd lines": (Layer(20, 12, (5, 9, 7), T3, T2, T1, batch=2), CONTIGUOUS),
     "channels last": (Layer(16, 12, (4, 9, 17), T3, T2, T1, T1, batch=1), LAST),
     "groups": (Layer(16, 16, (4, 5, 18), T3, T2, T1, groups=2, batch=1), CONTIGUOUS),
