@@ -41,6 +41,17 @@ struct OperandOf<BFloat16> {
   static __device__ __forceinline__ unsigned bits(BFloat16 value) { return value.bits; }
 };
 
+// Sums the elements of a word that `kWhich` selects: 1 the first, 2 the second of a 16-bit type, 3 both.
+template <class Scalar, int kWhich>
+__device__ __forceinline__ float sum_of_elements(unsigned word) {
+  if constexpr (sizeof(Scalar) == 4) {
+    return kWhich != 0 ? ptx::bits_to_float(word) : 0.0f;
+  } else {
+    const Scalar first{static_cast<unsigned short>(word)}, second{static_cast<unsigned short>(word >> 16)};
+    return (kWhich & 1 ? widen<float>(first) : 0.0f) + (kWhich & 2 ? widen<float>(second) : 0.0f);
+  }
+}
+
 // Loads memory that nobody writes while the kernel runs.
 __device__ __forceinline__ float load_constant(const float* address) { return __ldg(address); }
 template <class Scalar>

@@ -30,7 +30,7 @@ from ..families.few_channels import weight_grad as few_weight_grad_planner
 from ..families.gather import planner as gather_planner
 from ..families.group_backward import planner as group_backward_planner
 from ..families.halo import planner as halo_planner
-from ..families.mma import planner as mma_planner
+from ..families.mma import family as mma_family
 from ..families.norm import planner as norm_planner
 from ..families.pytorch import planner as pytorch_planner
 from ..families.unfold import planner as unfold_planner
@@ -67,7 +67,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("hopper_weight_grad", hopper_weight_grad_planner),
     ("rows_weight_grad", rows_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),
-    ("mma", mma_planner),
+    ("mma", mma_family),
     ("depthwise_tiles", depthwise_tiles_planner),
     ("depthwise_tiles_weight_grad", depthwise_tiles_weight_grad_planner),
     ("depthwise_lines", depthwise_lines_planner),

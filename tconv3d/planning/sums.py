@@ -183,10 +183,11 @@ class WeightSums(NamedTuple):
     regions: tuple[tuple[str, int], ...]
 
 
-def weight_sums(p: Problem, splits: int) -> WeightSums:
+def weight_sums(p: Problem, splits: int, bias_splits: int = 0) -> WeightSums:
     """Returns what adds the parts of the gradient of the weight, and those of the bias if the problem asks for it.
 
-    A part has the weight's elements in the order of its dimensions, or one element for each output channel.
+    A part has the weight's elements in the order of its dimensions, or one element for each output channel. There
+    are as many parts of the bias's gradient as of the weight's, or `bias_splits`.
     """
     g, item_bytes = p.geometry, accumulator(p.dtype)[1]
     count, (ci, co, _, _, tap) = g.in_channels * g.out_per_group * g.taps, p.weight
@@ -194,8 +195,9 @@ def weight_sums(p: Problem, splits: int) -> WeightSums:
     start = splits * count * item_bytes
     if not p.bias:
         return WeightSums((weight,), start, ())
-    end = start + splits * g.out_channels * item_bytes
-    return WeightSums((weight, bias_sum(p, splits, BIAS_PARTS)), end, ((BIAS_PARTS, start),))
+    bias_splits = bias_splits or splits
+    end = start + bias_splits * g.out_channels * item_bytes
+    return WeightSums((weight, bias_sum(p, bias_splits, BIAS_PARTS)), end, ((BIAS_PARTS, start),))
 
 
 def bias_sum(p: Problem, splits: int, parts: str = "workspace") -> Launch:

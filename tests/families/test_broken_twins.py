@@ -233,6 +233,13 @@ TWINS = (
         Case(Layer(64, 96, (3, 5, 9), T3, T2, T1), "float32", plans="A100", wanted=("weight",)),
     ),
     Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
+        "return at >= 0 && at < stride;",
+        "return at > 0 && at < stride;",
+        Case(ODD, plans="A100", wanted=("weight", "bias")),
+    ),
+    Twin(
         "turned",
         "turn",
         "staged[r * pitch + c]);",

@@ -106,6 +106,19 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
     return tuple(Box.of(work, *each) for each in dict.fromkeys((*cheapest[:2], *widths.values())))
 
 
+@lru_cache(maxsize=4096)
+def boxes_along(work: Work, warps_m: int) -> tuple[Box, ...]:
+    """Returns the 2 boxes with the fewest positions in all for `warps_m` warps, each with 16 positions along w."""
+    _, height, width = work.side.grid
+    found = []
+    for warps_w in (1, 2, 4):
+        lines = warps_m // warps_w
+        for h in (1, 2, 4, 8):
+            if warps_w <= warps_m and h <= lines and (warps_w - 1) * 16 < width and h < 2 * height:
+                found.append(Box.of(work, 1, (lines // h, h, 16 * warps_w)))
+    return tuple(sorted(found, key=lambda box: (prod(box.tiles), box.halo_items, -box.tile[2]))[:2])
+
+
 def _even_parts(size: int, most: int) -> set[int]:
     """Returns the extents of up to 16 equal parts of a size, without extents above `most`."""
     return {extent for parts in range(1, 17) if (extent := -(-size // parts)) <= most}

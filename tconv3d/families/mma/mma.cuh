@@ -26,7 +26,10 @@
 //
 // With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
 // its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
-// read their weights for every tile otherwise, which are as many bytes as their halos.
+// read their weights for every tile otherwise, which are as many bytes as their halos. With kAhead, the
+// copies go on from tile to tile: the last steps of a tile ask for the first halos of the next one, which
+// arrive while outputs are stored. Outputs then have shared memory of their own, and halos two lists of
+// items by turns.
 #pragma once
 
 #include "mma_channels.cuh"
@@ -55,6 +58,8 @@ struct Mma {
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
   static_assert(C::kSplits == 1 || !C::kResident, "resident weights are those of all chunks");
   static_assert(C::kResident || C::kWeightStages == C::kStages, "stages are used again");
+  static_assert(!C::kAhead || (C::kResident && C::kSplits == 1 && !kThroughRegisters),
+                "copies are asynchronous");
 
   // A place in the loop over chunks and steps, with the indices of its buffers. `row` is the step's first row
   // of taps; `halo` is the buffer of the halo that the step reads.
@@ -77,13 +82,20 @@ struct Mma {
         : table(dynamic_shared<int>()),
           weights(dynamic_shared<unsigned>() + kTableInts),
           items(reinterpret_cast<MmaItem*>(weights + C::kWeightStages * kStageWords)),
-          halo(reinterpret_cast<unsigned char*>(items) + list) {}
+          halo(reinterpret_cast<unsigned char*>(items) + (C::kAhead ? 2 : 1) * list) {}
+
+    // The list of the items of a tile of the block.
+    __device__ __forceinline__ MmaItem* items_of(int number, int list) const {
+      return items + (C::kAhead ? number % 2 * (list / static_cast<int>(sizeof(MmaItem))) : 0);
+    }
   };
 
   const Tile& tile;
   const Shared& shared;
   const Copies& copies;
-  bool first;  // the block's first tile
+  int number;     // the tile's among the block's
+  int next_halo;  // with kAhead: the buffer of the halo that the tile's, later the next tile's, first step
+                  // reads
   int warp_m, warp_n, lane, halo_bytes;
   // Shared-memory address that this lane's row of the first tile reads at offset 0 of the first halo.
   unsigned base;
@@ -97,16 +109,24 @@ struct Mma {
     warp_m = warp % C::kWarpsM;
     warp_n = warp / C::kWarpsM;
     halo_bytes = Tile::kPieces * tile.piece_bytes();
-    for (int i = threadIdx.x; first && i < tile.rows * C::kWindows; i += C::kThreads)
+    for (int i = threadIdx.x; number == 0 && i < tile.rows * C::kWindows; i += C::kThreads)
       shared.table[i] = tile.window_offset(i / C::kWindows, i % C::kWindows);
     if constexpr (kByPairs) {
       Pairs(copies).list_pairs(shared.items);
     } else {
-      copies.list_items(shared.items);
+      if (!C::kAhead || number == 0) copies.list_items(shared.items);
+      if constexpr (C::kAhead) {
+        const Tile next(tile.args, number + 1);
+        if (next.exists) copies_of(next).list_items(shared.items_of(number + 1, tile.args.list));
+      }
     }
     base = ptx::shared_address(shared.halo) + lane / 16 * (Layout::kLaneWords - 1) * tile.piece_bytes() +
            tile.base(tile.position(warp_m, lane % 16, 0));
     jobs.next = jobs.count = pair_jobs.next = pair_jobs.count = 0;
+  }
+
+  __device__ __forceinline__ Copies copies_of(const Tile& next) const {
+    return Copies(next, shared.items_of(number + 1, tile.args.list));
   }
 
   __device__ __forceinline__ void start_from_bias() {
@@ -144,11 +164,17 @@ struct Mma {
   __device__ __forceinline__ void ask_for(Ahead& at) {
     if (at.chunk < tile.last_chunk) {
       const int rows = tile.rows_of(at.step);
-      if (!C::kResident || first)
+      if (!C::kResident || number == 0)
         copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
       if (!kThroughRegisters && tile.begins_halo(at.step))
         copies.copy_halo(shared.halo + at.halo * halo_bytes, at.chunk, tile.source_of(at.step));
       at.weights += rows * kRowWords;
+    } else if constexpr (C::kAhead) {
+      const int chunk = at.chunk - tile.last_chunk;  // chunk of the next tile
+      const Tile next(tile.args, number + 1);
+      if (next.exists && tile.begins_halo(at.step))
+        copies_of(next).copy_halo(shared.halo + at.halo * halo_bytes, chunk, tile.source_of(at.step));
+      if (chunk == 0 && at.step == 0) next_halo = at.halo;
     }
     ptx::copy_commit();
     advance(at);
@@ -371,9 +397,16 @@ struct Mma {
     // A block phase without taps outputs the bias alone.
     if (tile.rows > 0) {
       Cursor current{tile.first_chunk};
-      Ahead ahead{{tile.first_chunk}, copies.weights()};
+      current.halo = next_halo;
+      Ahead ahead{current, copies.weights()};
       begin_jobs(0, tile.first_chunk, 0);
-      for (int i = 0; i < C::kStages - 1; ++i) ask_for(ahead);
+      for (int i = 0; i < C::kStages - 1; ++i) {
+        if (C::kAhead && number > 0) {
+          advance(ahead);  // the previous tile has asked for this step
+        } else {
+          ask_for(ahead);
+        }
+      }
 #pragma unroll 1
       while (current.chunk < tile.last_chunk) {
         const bool begins = kThroughRegisters && tile.begins_halo(current.step);
@@ -387,7 +420,7 @@ struct Mma {
         multiply(current);
         advance(current);
       }
-      ptx::copy_wait<0>();
+      if constexpr (!C::kAhead) ptx::copy_wait<0>();
     }
     if constexpr (C::Epilogue::kLeavesMoments) {
       apply_epilogue();
@@ -397,11 +430,14 @@ struct Mma {
       if (MmaChannels<C>{tile, warp_m, lane}.run(sums)) return;
     }
     // Stores do not pass through the shared memory of weights that the next tile needs.
-    unsigned char* const staged =
-        C::kResident ? reinterpret_cast<unsigned char*>(shared.items) : dynamic_shared<unsigned char>();
+    unsigned char* const staged = C::kAhead      ? shared.halo + C::kHaloBuffers * halo_bytes
+                                  : C::kResident ? reinterpret_cast<unsigned char*>(shared.items)
+                                                 : dynamic_shared<unsigned char>();
     const Stores stores{tile, warp_m, warp_n, lane, reinterpret_cast<typename C::Out*>(staged)};
     if constexpr (C::kLastOut) {
       stores.store_rows(sums);
+    } else if constexpr (C::kAlongW) {
+      stores.store_directly(sums);
     } else {
       stores.store_lines(sums);
     }
@@ -413,14 +449,16 @@ __device__ void run(const Args& args) {
   using Kernel = Mma<Config>;
   const typename Kernel::Shared shared(args.list);
   const int tiles = Config::kResident ? args.tiles_of_block : 1;
+  int halo = 0;
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
     const typename Kernel::Tile tile(args, i);
-    if (Config::kResident && tile.n >= args.batch) break;
-    if (i > 0) __syncthreads();  // no thread still reads the shared memory of the previous tile
-    const typename Kernel::Copies copies(tile, shared.items);
-    Kernel kernel{tile, shared, copies, i == 0};
+    if (Config::kResident && !tile.exists) break;
+    if (!Config::kAhead && i > 0) __syncthreads();  // no thread still reads the previous tile's shared memory
+    const typename Kernel::Copies copies(tile, shared.items_of(i, args.list));
+    Kernel kernel{tile, shared, copies, i, halo};
     kernel.compute();
+    if constexpr (Config::kAhead) halo = kernel.next_halo;
   }
 }
 

@@ -3,7 +3,7 @@
 // Where y is channels-last, a lane holds four neighbouring channels of a pair of tiles and stores them
 // from its registers. Where y is contiguous along w, the lines of outputs, with the phases along w
 // interleaved, are assembled in shared memory and stored by neighbouring lanes, at whatever address a line
-// begins.
+// begins. With kAlongW, neighbouring lanes hold neighbouring outputs and store them from their registers.
 #pragma once
 
 #include "mma_tile.cuh"
@@ -121,6 +121,47 @@ struct MmaStores {
     return finished<false>(sums, y, to.n, channel, kStepW, to.exists && channel < C::kOuts ? left : 0);
   }
 
+  // Stores lines of outputs from registers: 8 lanes have neighbouring positions along w, all phases of each.
+  __device__ __forceinline__ void store_directly(Sums& sums) const {
+    static_assert(!C::kAlongW || (C::kTilesM == 1 && kStepW == 1 && C::kSplits == 1),
+                  "outputs are neighbours");
+    const Strides& strides = tile.args.y_strides;
+    const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
+    Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts * strides.c;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto at = tile.position(warp_m, half * 8 + lane / 4, 0);
+#pragma unroll
+      for (int f = 0; f < C::kPhases; f += kPhasesW) {
+        const auto to = tile.output(at, f);
+        if (!to.exists) continue;
+        Out* const line = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w;
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int channel = first + Layout::column(j, lane % 4 * 2 + e);
+            if (channel >= C::kOuts) continue;
+            float some[kPhasesW];
+#pragma unroll
+            for (int k = 0; k < kPhasesW; ++k) some[k] = sums[f + k][0][j][2 * half + e];
+            Out* const own = line + channel * strides.c;
+            const int left = tile.args.y_size.w - to.w;
+            const auto values = finished<false>(some, own, to.n, channel, 1, left);
+            if (kVector == kPhasesW && tile.args.store_width == kPhasesW) {
+              store_vector(own, values);
+            } else {
+#pragma unroll
+              for (int k = 0; k < kPhasesW; ++k) {
+                if (k < left) own[k] = values.at[k];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
   template <int kFirst>
   __device__ __forceinline__ void put_together(const Sums& sums) const {
     const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
@@ -191,27 +232,40 @@ struct MmaStores {
     }
   }
 
-  // Columns that a lane stores together: several are read from shared memory before the first of them is
-  // stored. `lanes` lanes share a line of a column, of which this lane is number `own`.
-  static constexpr int kBatch = 4;
+  // Columns and lines that a lane stores together: several are read from shared memory before the first of
+  // them is stored, because a warp waits for shared memory longer than it takes to store. `lanes` lanes share
+  // a line of a column, of which this lane is number `own`.
+  // Sums of columns that are stored later leave no registers for two lines if they are many.
+  static constexpr int kWaitingSums = 4 * C::kPhases * C::kTilesM * (C::kTilesN - C::kStoreTiles);
+  static constexpr int kBatch = 4, kLines = kWaitingSums > 64 ? 1 : 2;
   struct Columns {
     Out* to[kBatch];  // a column's channel in y, or null
     const Out* from[kBatch];
     int own, lanes;
   };
 
-  // Stores a line of each column by accesses of kWidth outputs, which are aligned.
+  // Stores the lines that begin at `lines` in each column by accesses of kWidth outputs, which are aligned.
   template <int kWidth>
-  __device__ __forceinline__ void store_vectors(const Columns& columns, const Place& place, int line) const {
-    for (int i = kWidth * columns.own; i < place.length; i += kWidth * columns.lanes) {
-      Vector<Out, kWidth> values[kBatch];
+  __device__ __forceinline__ void store_vectors(const Columns& columns, const Place (&places)[kLines],
+                                                const int (&lines)[kLines]) const {
+    const int longest = max(places[0].length, places[kLines - 1].length);
+    for (int i = kWidth * columns.own; i < longest; i += kWidth * columns.lanes) {
+      Vector<Out, kWidth> values[kLines][kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (columns.to[b] != nullptr) values[b] = load_vector<kWidth>(columns.from[b] + line + i);
+      for (int l = 0; l < kLines; ++l) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (columns.to[b] != nullptr) values[l][b] = load_vector<kWidth>(columns.from[b] + lines[l] + i);
+        }
       }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (columns.to[b] != nullptr) store_vector(columns.to[b] + place.offset + i * kStepW, values[b]);
+      for (int l = 0; l < kLines; ++l) {
+        if (i >= places[l].length) continue;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (columns.to[b] != nullptr)
+            store_vector(columns.to[b] + places[l].offset + i * kStepW, values[l][b]);
+        }
       }
     }
   }
@@ -249,13 +303,24 @@ struct MmaStores {
   // Stores all lines of some columns; kWidth is 0 for pairs. Every warp has some lines.
   template <int kWidth>
   __device__ __forceinline__ void store_all_lines(const Columns& columns, int lines) const {
+    constexpr int kWarps = C::kThreads / 32, kTogether = kWidth == 0 ? 1 : kLines;
+    const int count = lines * kOuter, pitch = tile.args.store_line;
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < lines * kOuter; i += C::kThreads / 32) {
-      const Place place = places()[i];
+    for (int i = threadIdx.x / 32; i < count; i += kTogether * kWarps) {
       if constexpr (kWidth == 0) {
-        store_pairs(columns, place, i * tile.args.store_line);
+        store_pairs(columns, places()[i], i * pitch);
       } else {
-        store_vectors<kWidth>(columns, place, i * tile.args.store_line);
+        Place found[kLines];
+        int starts[kLines];
+#pragma unroll
+        for (int l = 0; l < kLines; ++l) {
+          const bool exists = i + l * kWarps < count;
+          const int line = exists ? i + l * kWarps : i;
+          found[l] = places()[line];
+          if (!exists) found[l].length = 0;
+          starts[l] = line * pitch;
+        }
+        store_vectors<kWidth>(columns, found, starts);
       }
     }
   }

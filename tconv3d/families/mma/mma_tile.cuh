@@ -12,7 +12,8 @@
 // neighbours along w. The fragments that a tap reads for one tile are therefore those that the next tap along
 // w reads for a neighbouring tile, and are loaded once, as a window. Where neighbouring positions read x at a
 // distance of kInputStepW along w, lines of the halo are stored as kInputStepW planes, so that windows are
-// dense for any stride.
+// dense for any stride. With kAlongW, the 16 rows of a warp's only tile are neighbours along w, which layers
+// can have whose taps share no fragments: 8 lanes then hold neighbouring outputs, and store whole sectors.
 #pragma once
 
 #include "epilogue.cuh"
@@ -51,6 +52,7 @@ struct MmaTile {
   int place;                      // number of the block among those with its batch items and channels
   int first_chunk,
       last_chunk;  // chunks of input channels from the first to before the last that the block sums
+  bool exists;     // the block has so many tiles
 
   // Tile `number` of the block.
   __device__ __forceinline__ MmaTile(const Args& args, int number) : args(args) {
@@ -75,6 +77,7 @@ struct MmaTile {
     n = rest_d * args.tile_n;
     const int tiles = static_cast<int>(args.tiles_d.divisor * args.tiles_h.divisor * args.tiles_w.divisor);
     place = (block - rest_d * tiles) * kBlockPhases + phase;
+    exists = n < args.batch && (!C::kResident || number < args.tiles_of_block);
 
     phase_w = phase % kBlockPhasesW;
     phase_h = phase / kBlockPhasesW % kBlockPhasesH;
@@ -148,7 +151,10 @@ struct MmaTile {
   }
   // Returns a position by its warp, its row among the 16 of the warp's tiles, and the tile m.
   __device__ __forceinline__ Position position(int warp_m, int row, int m) const {
+    static_assert(!C::kAlongW || (C::kTilesM == 1 && C::kInputStepW == 1));
     const int lines = divide(warp_m, args.blocks_w);
+    if constexpr (C::kAlongW)
+      return on_line(lines, (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * 16 + row);
     const int w = (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * C::kTilesM + m;
     return on_line(lines * 16 + row, w);
   }

@@ -56,6 +56,10 @@ SECTOR = 32  # bytes of a sector of memory
 SECTOR_ENDS = 28.0  # bytes of the sectors at both ends of an unaligned line that belong to other lines, on average
 TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal parts take 1.26 times one
 OVERLAP = 0.15  # share of the shorter of waiting and working that the longer does not hide
+# Cycles of a tile whose first halo is already on its way, before its first product and after its last. Derived, not
+# measured: half of BLOCK_CYCLES is left, the rounds of stores, each of which waits for shared memory.
+AHEAD_CYCLES = 6500.0
+ALONG_CYCLES = 3000.0  # AHEAD_CYCLES of tiles whose outputs are stored from registers, without rounds of stores
 RESIDENT = 1.1  # factor for blocks with several tiles, which do not copy while they store
 SPLIT = 1.1  # factor for blocks that share the channels of a tile, which were never measured either
 LAST_ROUND = 1.0  # share of a full wave's time that the last wave of blocks takes at least
@@ -98,6 +102,8 @@ class Build:
     resident: bool = False  # a block computes several tiles, and all its weights stay in shared memory
     apart: bool = False  # every row of taps has a halo of its own
     splits: int = 1  # blocks that share the input channels of a tile; above 1, each stores partial sums
+    ahead: bool = False  # a resident block copies the next tile's first halo while it stores
+    along: bool = False  # the rows of a warp's tile are neighbours along w, and outputs are stored from registers
 
     @property
     def threads(self) -> int:
@@ -118,6 +124,8 @@ class Build:
             f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
             f"{self.steps} steps of channels at a time, {self.stages} stages of {self.rows} rows of taps"
             + (", weights stay in shared memory" if self.resident else "")
+            + (", copies go on from tile to tile" if self.ahead else "")
+            + (", stored from registers" if self.along else "")
             + (", a halo for each tap" if self.apart else "")
             + (f", {self.splits} blocks for a tile's sums" if self.splits > 1 else "")
         )
@@ -223,7 +231,7 @@ class Candidate:
 
     @property
     def store_bytes(self) -> int:
-        if self.work.side.y[4] != 1:
+        if self.work.side.y[4] != 1 or self.build.along:
             return 0
         columns = 8 * self.build.warps_n * self.store_pitch * self.out_bytes * self.store_tiles
         return columns + PLACE_BYTES * self.box.lines * (len(self.work.inner.phases) // self.store_phases)
@@ -231,7 +239,7 @@ class Candidate:
     @property
     def copy_bytes(self) -> int:
         halos = self.halo_buffers * self.box.slots * self.build.steps * self.work.step_bytes
-        return self.kept_bytes + self.list_bytes + halos
+        return self.kept_bytes + (2 if self.build.ahead else 1) * self.list_bytes + halos
 
     @property
     def job_pairs(self) -> int:
@@ -263,6 +271,8 @@ class Candidate:
 
     @property
     def shared_bytes(self) -> int:
+        if self.build.ahead:
+            return self.copy_bytes + self.store_bytes
         return max(self.copy_bytes, self.store_bytes + (self.kept_bytes if self.build.resident else 0))
 
     def blocks_that_fit(self, device: Device) -> int:
@@ -295,8 +305,9 @@ class Candidate:
         *inner, storing = self.parts()
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
-        tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident else 1.0)
+        tiles = self.tiles_of_block * rounds * (RESIDENT if self.build.resident and not self.build.ahead else 1.0)
         computing = tiles * (max(alone, busy) + OVERLAP * min(alone, busy))
+        computing += BLOCK_CYCLES if self.build.ahead else 0.0
         following = writing_rows(self.work.side, self.rows, device) + adding(
             self.work.side, self.build.splits, device
         )
@@ -308,7 +319,10 @@ class Candidate:
         steps = self.own_chunks * self._steps
         products = MULTIPLY_CYCLES * self.multiplies / max(steps, 1.0)  # cycles of a step
         late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
-        waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
+        ends = BLOCK_CYCLES
+        if self.build.ahead:
+            ends = ALONG_CYCLES if self.build.along else AHEAD_CYCLES
+        waiting = ends + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
         exposed = 0.0
         if (
             self.copy >= HALVES

@@ -53,10 +53,10 @@ PACK_ELEMENTS = 4096  # elements of the weight in the shared memory of a block o
 
 def why_not(problem: Problem, device: Device) -> str | None:
     """Returns why the family does not take a problem, or None if it does."""
-    return _why_never(problem, device) or _why_no_build(problem, device)
+    return why_never(problem, device) or _why_no_build(problem, device)
 
 
-def _why_never(problem: Problem, device: Device) -> str | None:
+def why_never(problem: Problem, device: Device) -> str | None:
     """Returns a reason for refusal that is known without a search for a build, or None."""
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
         return "the kernel on mma.sync computes the forward pass and the input gradient"
@@ -81,6 +81,11 @@ def _why_no_build(problem: Problem, device: Device) -> str | None:
     found = chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
+    return why_too_far(found, problem)
+
+
+def why_too_far(found: Candidate, problem: Problem) -> str | None:
+    """Returns why a launch cannot have so large tensors, or None if it can."""
     if _halo_span(found) * problem.item_bytes > INT32_MAX:
         return "the offsets of a tile leave 32 bits"
     if found.grid > INT32_MAX:
@@ -92,7 +97,7 @@ PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, _why_never, work, plan)
+    found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, why_never, work, plan)
     return [replace(each, least=least(each.problem, device)) if isinstance(each, Offer) else each for each in found]
 
 
@@ -141,7 +146,7 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
     items = f"{found.box.items} batch items x " if found.box.items > 1 else ""
     tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
-        "mma",
+        "mma_ahead" if found.build.ahead else "mma",
         "tensor cores, any setting"
         + (", three TF32 products" if found.work.strict else "")
         + (", of rows of channels that are written first" if found.rows else ""),
@@ -271,7 +276,7 @@ def _own(problem: Problem, device: Device) -> Choice | None:
 
 
 def _fastest(problem: Problem, device: Device) -> Choice | None:
-    found = search.fastest(_sides(problem, device), problem.item_bytes, device)
+    found = search.fastest(sides(problem, device), problem.item_bytes, device)
     return None if found is None else (found.build, found.rows)
 
 
@@ -279,14 +284,14 @@ def _fastest(problem: Problem, device: Device) -> Choice | None:
 def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
     """Returns a build with its predicted fastest box for the volume, or None if none fits."""
     build, rows = choice
-    for side, copy, of_rows in _sides(problem, device):
+    for side, copy, of_rows in sides(problem, device):
         if of_rows == rows:
             found = candidates_of(build, side, copy, problem.item_bytes, device, rows)
             return min(found, key=lambda candidate: candidate.cycles(device), default=None)
     return None
 
 
-def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]:
+def sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]:
     """Yields x as it is and, where possible, x rewritten as rows of channels: side, kind of copy, whether rows.
 
     Rewriting rounds x, so that strict float32 cannot use it.
@@ -302,7 +307,7 @@ def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]
 
 def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
     """Yields every candidate that fits the device."""
-    for side, copy, rows in _sides(problem, device):
+    for side, copy, rows in sides(problem, device):
         yield from candidates(side, copy, problem.item_bytes, device, rows)
 
 
@@ -481,6 +486,8 @@ def _main(found: Candidate) -> Launch:
         ("kStages", build.stages),
         ("kWeightStages", found.weight_stages),
         ("kResident", build.resident),
+        ("kAhead", build.ahead),
+        ("kAlongW", build.along),
         ("kHaloBuffers", found.halo_buffers),
         ("kCopy", min(found.copy, PAIRS)),
         ("kOddLines", found.copy == ODD_PAIRS),
@@ -547,7 +554,7 @@ def _scalars(found: Candidate) -> bytes:
         **per_axis("tiles", box.tiles[1:]),
         tile_d=tile_d,
         tile_h=tile_h,
-        blocks_w=tile_w // found.build.tiles_m,
+        blocks_w=tile_w // (16 if found.build.along else found.build.tiles_m),
         **per_axis("halo", box.halo),
         pairs=box.line_pairs,
     )

@@ -20,6 +20,7 @@ TENSOR_WEIGHT_GRAD = Arguments(
     x=CONST_POINTER("The input."),
     dy=CONST_POINTER("The gradient of the output."),
     parts=POINTER("Partial sums: [splits][in_channels][out_channels / groups][kernel d][h][w]."),
+    bias_parts=POINTER("With kBias: [splits][kBiasSlots][out_channels]; else null."),
     x_strides=STRIDES("Strides of x."),
     dy_strides=STRIDES("Strides of dy."),
     x_size=EXTENT("Size of x."),

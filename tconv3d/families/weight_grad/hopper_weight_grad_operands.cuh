@@ -26,23 +26,12 @@ struct HopperWeightOperands {
     return -1;
   }
 
-  // Sums the elements of a word that `kWhich` selects: 1 the first, 2 the second of a 16-bit type, 3 both.
-  template <int kWhich>
-  static __device__ __forceinline__ float sum_of(unsigned word) {
-    if constexpr (kPerWord == 1) {
-      return kWhich != 0 ? ptx::bits_to_float(word) : 0.0f;
-    } else {
-      const Scalar first{static_cast<unsigned short>(word)}, second{static_cast<unsigned short>(word >> 16)};
-      return (kWhich & 1 ? widen<float>(first) : 0.0f) + (kWhich & 2 ? widen<float>(second) : 0.0f);
-    }
-  }
-
   // Adds to `sum` the elements of a loaded word that are a position's own outputs.
   template <int kLoad, int kWord>
   static __device__ __forceinline__ void add_own(float& sum, unsigned word) {
     if constexpr (C::kBias) {
       constexpr int kWhich = C::kBiasWords(kLoad, kWord);
-      if constexpr (kWhich != 0) sum += sum_of<kWhich>(word);
+      if constexpr (kWhich != 0) sum += sum_of_elements<Scalar, kWhich>(word);
     }
   }
 

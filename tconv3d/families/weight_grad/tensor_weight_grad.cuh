@@ -28,11 +28,14 @@
 // part later; or (kAsync, whole words only) cp.async copies, which are rounded when fragments are loaded.
 //
 // Warps of a block differ in their rows of taps, their channels, or their chunks (kSlices, added at the end
-// in a fixed order). Partial sums (split-K) are written side by side and added by reduce.cuh in a fixed
+// in a fixed order). Partial sums (split-K) are written side by side and added by another launch in a fixed
 // order.
+//
+// With kBias, some warps add dy for the bias gradient too (tensor_weight_grad_bias.cuh).
 #pragma once
 
 #include "cursor.cuh"
+#include "tensor_weight_grad_bias.cuh"
 #include "tensor_weight_grad_products.cuh"
 
 namespace tconv3d {
@@ -121,6 +124,7 @@ struct TensorWeightGrad {
   float sums[C::kRows][C::kTaps][C::kTilesIn][C::kTilesOut][kTileSums];
   // In strict float32, what the last additions to `sums` have rounded off.
   float rests[kStrict ? C::kRows : 1][C::kTaps][C::kTilesIn][C::kTilesOut][kTileSums];
+  WeightGradBias<C> bias;
 
   // The group, channels and taps of a block. They are in shared memory to leave registers for accumulators.
   struct Kind {
@@ -360,22 +364,27 @@ struct TensorWeightGrad {
 
   // ---- The arithmetic.
 
-  // Multiplies one row of taps with one tile of output channels.
+  // Multiplies one row of taps with one tile of output channels. `adds` says whether the lane adds dy.
   template <int kRow, int kOut>
-  __device__ __forceinline__ void multiply(const typename Products::FragmentsX& x, const unsigned* dy) {
+  __device__ __forceinline__ void multiply(const typename Products::FragmentsX& x, const unsigned* dy,
+                                           bool adds) {
     static_for<C::kWindows>([&](auto v) {
       constexpr int kV = decltype(v)::value;
       constexpr int kPlace = C::kWindowPhase(kV) * C::kPlane + C::kWindowStart(kV);
       const unsigned* const from = dy + kOut * 8 * C::kPitchY + kPlace;
       unsigned window[C::kHalves][Products::kWindow];
-#pragma unroll
-      for (int i = 0; i < C::kWindowWords(kV); i += kSegment) {
-        if constexpr (kStrict) {
-          Products::load_halves(window[0] + i, window[1] + i, from + i);
-        } else {
-          Products::load_segment(window[0] + i, from + i);
+      static_for<C::kWindowWords(kV) / kSegment>([&](auto i) {
+        constexpr int kFirst = decltype(i)::value * kSegment;
+        const auto loaded = load_vector<kSegment>(from + kFirst);
+        if constexpr (C::kBias) {
+          if (adds) bias.template add<kV, kFirst, kOut>(loaded);
         }
-      }
+        if constexpr (kStrict) {
+          Products::to_halves(window[0] + kFirst, window[1] + kFirst, loaded);
+        } else {
+          Products::to_operands(window[0] + kFirst, loaded);
+        }
+      });
       static_for<C::kTaps>([&](auto t) {
         constexpr int kT = decltype(t)::value;
         if constexpr (C::kTapWindow(kT) == kV) {
@@ -423,23 +432,25 @@ struct TensorWeightGrad {
     for (int m = 0; m < C::kTilesIn; ++m) {
       const unsigned* const from = buffer + in + 16 * m * C::kPitchX;
       if constexpr (Products::kSharedRows) {
-        Products::load_halves(x[0][m][0], x[0][m][1], from);
+        Products::to_halves(x[0][m][0], x[0][m][1], load_vector<kSegment>(from));
       } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const unsigned* const row = from + (C::kHalfRows ? 0 : 8 * half) * C::kPitchX;
           if constexpr (kStrict) {
-            Products::load_halves(x[0][m][half], x[1][m][half], row);
+            Products::to_halves(x[0][m][half], x[1][m][half], load_vector<kSegment>(row));
           } else {
             Products::load_rows(x[0][m][half], row, zero);
           }
         }
       }
     }
+    // Segments beyond the tile read dy of others.
+    const unsigned own = C::kBias && segment < args.tile.d * args.tile.h * args.tile.w ? bias.rows : 0u;
     constexpr int kParts = C::kRows * C::kTilesOut;
     static_for<kParts>([&](auto part) {
-      constexpr int kPart = decltype(part)::value;
-      multiply<kPart / C::kTilesOut, kPart % C::kTilesOut>(x, dy + row_words[kPart / C::kTilesOut]);
+      constexpr int kPart = decltype(part)::value, kRow = kPart / C::kTilesOut;
+      multiply<kRow, kPart % C::kTilesOut>(x, dy + row_words[kRow], (own >> kRow & 1) != 0);
       if constexpr (!C::kAsync && (kPart + 1) * C::kHooks % kParts < C::kHooks) advance(copy);
     });
   }
@@ -502,6 +513,21 @@ struct TensorWeightGrad {
     });
   }
 
+  // Writes the sums for the bias gradient by way of the buffers, when they are free.
+  __device__ __forceinline__ void store_bias() {
+    static_assert(WeightGradBias<C>::kSharing * kBlockOut <= C::kStages * kBufferWords);
+    const Kind block = kind();
+    const int split = static_cast<int>(blockIdx.x) / kKinds;
+    const int rows = block.tap_d / C::kRowsD * kRowBlocksH + block.tap_h / C::kRowsH;
+    const int slot = C::kBiasSlot + rows * kBlocksIn + block.first_in / kBlockIn;
+    const long long row = (split * C::kBiasSlots + slot) * C::kGroups + block.group;
+    bias.template store<kBlockOut>(
+        reinterpret_cast<float*>(buffer_of(0)), slice * C::kWarpsRows + first_row / C::kRows,
+        warp_in == 0 ? warp_out * C::kTilesOut * 8 : -1,
+        static_cast<float*>(args.bias_parts) + row * C::kOutPerGroup + block.first_out,
+        min(kBlockOut, C::kOutPerGroup - block.first_out));
+  }
+
   __device__ __forceinline__ void compute() {
     locate();
     for_each_sum([&](float& sum, int r, int t, int m, int n, int e) {
@@ -509,6 +535,10 @@ struct TensorWeightGrad {
       if constexpr (kStrict) rests[r][t][m][n][e] = 0.0f;
     });
     write_tables();
+    if constexpr (C::kBias) {
+      const Kind block = kind();
+      bias.begin(block.first_in / kBlockIn, warp_in == 0, block.tap_d, block.tap_h, first_row);
+    }
     const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / kKinds);
     const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
     // The last chunk may have segments beyond the tile: x is zero there, whatever dy is.
@@ -529,8 +559,11 @@ struct TensorWeightGrad {
       const int ahead = index + C::kStages - 1;
       const int free = current == 0 ? C::kStages - 1 : current - 1;
       begin(copy, ahead < part.end, ahead, buffer_of(free));
-      for (int chunk = slice; chunk < chunks; chunk += C::kSlices)
+      if constexpr (C::kBias) bias.template begin_tile<kBlocksIn>();
+      for (int chunk = slice; chunk < chunks; chunk += C::kSlices) {
         compute_chunk(chunk, buffer_of(current), copy);
+        if constexpr (C::kBias) bias.end_chunk();
+      }
       while (copy.index < copy.jobs) advance(copy);
       if (C::kAsync) {
         ptx::copy_commit();
@@ -539,6 +572,7 @@ struct TensorWeightGrad {
       __syncthreads();
       current = current + 1 == C::kStages ? 0 : current + 1;
     }
+    if constexpr (C::kBias) store_bias();
     add_slices();
     if (slice == 0) store();
   }

@@ -33,8 +33,10 @@ struct WeightGradProducts {
     return OperandOf<float>::bits(ptx::bits_to_float(bits));
   }
 
-  static __device__ __forceinline__ void load_segment(unsigned* words, const unsigned* from) {
-    const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
+  using Segment = Vector<unsigned, kSegment>;
+
+  // Makes operands of the words of a loaded segment.
+  static __device__ __forceinline__ void to_operands(unsigned* words, const Segment& loaded) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i)
       words[i] = C::kAsync && kPerWord == 1 ? rounded(loaded.at[i]) : loaded.at[i];
@@ -43,15 +45,14 @@ struct WeightGradProducts {
   // numbers into the register where matrix instructions want it, once for all of them. A plain load leaves
   // the words of a segment in four registers in a row, and each instruction would move its own.
   static __device__ __forceinline__ void load_rows(unsigned* words, const unsigned* from, unsigned zero) {
-    load_segment(words, from);
+    to_operands(words, load_vector<kSegment>(from));
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) words[i] = kPerWord == 2 ? words[i] | zero : words[i];
   }
 
-  // Loads a segment of strict float32 values as their high and low halves. A low half is not rounded: tensor
-  // cores ignore its last bit, which is as near to the value as the number above.
-  static __device__ __forceinline__ void load_halves(unsigned* high, unsigned* low, const unsigned* from) {
-    const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
+  // Splits a segment of strict float32 values into their high and low halves. A low half is not rounded:
+  // tensor cores ignore its last bit, which is as near to the value as the number above.
+  static __device__ __forceinline__ void to_halves(unsigned* high, unsigned* low, const Segment& loaded) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) {
       const float value = ptx::bits_to_float(loaded.at[i]);

@@ -25,9 +25,9 @@ from ...planning.effort import WARP_TILINGS, Effort
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.problem import Device, Pass, Plan, Problem, contiguous_strides
 from ...planning.scalars import SCALARS
-from ...planning.sums import reduce_parts
+from ...planning.sums import BIAS_PARTS, Sum, WeightSums, add_parts, weight_sums
 from .arguments import TENSOR_WEIGHT_GRAD
 from .segments import SEGMENT, Box, vector_of, wide
 from .warps_tiling import Buffers, Layer, Planes, Tiling, best_wide_box, boxes, copied_words, plane_words
@@ -44,6 +44,9 @@ PRODUCTS_PER_CYCLE = 512.0  # TF32 multiply-adds of a multiprocessor, as CYCLES_
 L2_BYTES_PER_CYCLE = 24.0
 LATENCY = 700.0  # cycles until a job's loads arrive
 TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
+# The bias gradient: the factor on cycles (additions counted in machine code delay blocks by up to 1%, because most
+# wait for tensor cores or L2), and the price over the predicted time.
+BIAS_ADDING, BIAS_SURCHARGE = 1.01, 1.02
 ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 # Strict float32, counted in the source of the kernel and not measured.
 SPLITTING = 6  # instructions that split a word into its high and its low half
@@ -253,6 +256,8 @@ def _why_never(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
+    if p.bias and not g.own_taps_cover:
+        return "no set of taps reads every output once, as a bias's gradient needs it"
     if refusal := tensor_cores.why_not(p, device, tensor_cores.WARP, in_halves=True):
         return refusal
     if _layer(p).strict and (refusal := tensor_cores.why_not_halves(p.batch * prod(p.input_size), p.loose)):
@@ -270,12 +275,18 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    found = offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, _why_never, work, plan)
+    ask = "tensor_weight_grad", wanted, device, _why_never, work, plan
+    found = [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
     return [_bounded(answer) if isinstance(answer, Offer) else answer for answer in found]
 
 
 def _bounded(offer: Offer) -> Offer:
-    """Returns an offer with a lower bound of its work, which needs no search for a tiling."""
+    """Returns an offer with a lower bound of its work, which needs no search for a tiling.
+
+    Nobody has measured the kernel with a bias gradient, which has a surcharge.
+    """
+    if offer.problem.bias:
+        offer = replace(offer, surcharge=max(offer.surcharge, BIAS_SURCHARGE))
     p, layer = offer.problem, _layer(offer.problem)
     products = PRODUCTS_PER_CYCLE * 4 / p.item_bytes / layer.instructions * offer.device.multiprocessors
     return replace(offer, least=Work(2, p.flops / 2 / products))
@@ -285,7 +296,10 @@ def work(problem: Problem, device: Device) -> Work:
     """Returns the predicted work of the plan's launches; infinite, and never the cheapest, if no tiling fits."""
     if tiling_of(_layer(problem), device) is None:
         return Work(2, inf)
-    return Work(2, cycles(problem, device))
+    found = cycles(problem, device)
+    if not problem.bias:
+        return Work(2, found)
+    return Work(2 if _added_together(problem) else 3, BIAS_ADDING * found)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -301,12 +315,47 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     pieces = [(taps, layer.planes(taps)) for taps in layer.pieces]
     box = _box(p, layer, pieces[0][1], tiling)
     splits = _splits(p, device, layer, pieces[0][1], tiling, box, count)
-    mains = tuple(_main(p, layer, taps, planes, tiling, splits) for taps, planes in pieces)
-    ci, co, _, _, tap = p.weight
-    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    slots = _bias_slots(layer, tiling) if p.bias else 0
+    mains = tuple(_main(p, layer, i, planes, tiling, splits) for i, (_, planes) in enumerate(pieces))
+    sums = _sums(p, splits, slots)
     tile = f"{tiling} ({box.d} x {box.h} lines of {box.w * SEGMENT}), {splits} parts"
     why = "positions as K on tensor cores" + (", three TF32 products" if layer.strict else "")
-    return Plan("tensor_weight_grad", why, (*mains, reduce), splits * count * 4, tile)
+    return Plan("tensor_weight_grad", why, (*mains, *sums.launches), sums.bytes, tile, sums.regions)
+
+
+def _bias_slots(layer: Layer, tiling: Tiling) -> int:
+    """Returns how many sums per output channel the blocks with one part of the positions write."""
+    g = layer.geometry
+    return len(layer.pieces) * tiling.row_blocks(g) * -(-g.in_per_group // tiling.block_in(g))
+
+
+def _bias_constants(p: Problem, layer: Layer, piece: int, tiling: Tiling) -> Constants:
+    if not p.bias:
+        return (("kBias", False),)
+    slots = _bias_slots(layer, tiling)
+    return ("kBias", True), ("kBiasSlots", slots), ("kBiasSlot", piece * slots // len(layer.pieces))
+
+
+def _added_together(p: Problem) -> bool:
+    """Tells whether one launch can add the parts of both gradients: they are dense and have whole vectors."""
+    g = p.geometry
+    dense = contiguous_strides((g.in_channels, g.out_per_group, *g.kernel))
+    return p.weight == dense and g.in_channels * g.out_per_group * g.taps % 4 == 0 and g.out_channels % 4 == 0
+
+
+def _sums(p: Problem, splits: int, bias_slots: int) -> WeightSums:
+    """Returns what adds the parts of the weight gradient, and those of the bias gradient if it is wanted."""
+    g = p.geometry
+    count, bias_splits = g.in_channels * g.out_per_group * g.taps, splits * bias_slots
+    if not p.bias or not _added_together(p):
+        return weight_sums(p, splits, bias_splits)
+    sums = (
+        Sum("workspace", "dw", count, count, splits),
+        Sum(BIAS_PARTS, "db", g.out_channels, g.out_channels, bias_splits),
+    )
+    start = 4 * splits * count
+    end = start + 4 * bias_splits * g.out_channels
+    return WeightSums((add_parts(sums, p.dtype, overlaps=False),), end, ((BIAS_PARTS, start),))
 
 
 @lru_cache(maxsize=1024)
@@ -355,7 +404,8 @@ def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Ti
     """Returns the number of parts (split-K) of the positions with the least predicted cycles."""
     kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
     tiles = _tiles(p, layer, box)
-    most = max(1, min(tiles, device.workspace_bytes // (count * 4), -(-4 * slots // kinds)))
+    part = 4 * (count + (_bias_slots(layer, tiling) * p.geometry.out_channels if p.bias else 0))
+    most = max(1, min(tiles, device.workspace_bytes // part, -(-4 * slots // kinds)))
     tile = _tile_cycles(layer, planes, tiling, box)
     return min(range(1, most + 1), key=lambda splits: _cycles(kinds, slots, tiles, tile, splits, count, device))
 
@@ -396,18 +446,20 @@ def _tiles(p: Problem, layer: Layer, box: Box) -> int:
     return p.batch * d * h * w
 
 
-def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, splits: int) -> Launch:
+def _main(p: Problem, layer: Layer, piece: int, planes: Planes, tiling: Tiling, splits: int) -> Launch:
     g = p.geometry
     buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
     along_d, along_h = box.lines(g, tiling.block_rows)
     pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)[1]
     return Launch(
         kernel="tensor_weight_grad",
-        constants=_constants(p, layer, taps, planes, tiling, buffers),
+        constants=_constants(p, layer, piece, planes, tiling, buffers),
         grid=(tiling.kinds(g) * splits, 1, 1),
         threads=32 * tiling.warps,
         shared_bytes=buffers.bytes,
-        pointers=TENSOR_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
+        pointers=TENSOR_WEIGHT_GRAD.pointers(
+            x="x", dy="dy", parts="workspace", bias_parts=BIAS_PARTS if p.bias else "null"
+        ),
         scalars=TENSOR_WEIGHT_GRAD.pack(
             x_strides=p.input,
             dy_strides=p.output,
@@ -425,8 +477,8 @@ def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling,
     )
 
 
-def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers) -> Constants:
-    g = p.geometry
+def _constants(p: Problem, layer: Layer, piece: int, planes: Planes, tiling: Tiling, buffers: Buffers) -> Constants:
+    g, taps = p.geometry, layer.pieces[piece]
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
     box = best_wide_box(g, planes, tiling.block_rows, tiling.segments)
     jobs = sum(_jobs(layer, tiling, _slots(layer, planes, tiling, box)))
@@ -479,5 +531,6 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kTapW", tuple(taps)),
         ("kTapWindow", tuple(place[t][0] for t in taps)),
         ("kTapOffset", tuple(place[t][1] for t in taps)),
+        *_bias_constants(p, layer, piece, tiling),
         *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
     )

@@ -204,7 +204,11 @@ class Tiling:
     def kinds(self, g: Geometry) -> int:
         """Returns the number of kinds of blocks, which together own all channels and taps."""
         channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
-        return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
+        return g.groups * channels * self.row_blocks(g)
+
+    def row_blocks(self, g: Geometry) -> int:
+        """Returns the number of blocks that together have all rows of taps."""
+        return -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
 
     def tiles(self, taps: int) -> int:
         """Returns the matrix tiles of a warp, one for each of its taps and pairs of channel tiles."""

@@ -30,13 +30,13 @@ def cases() -> list[tuple[Problem, Device]]:
     found = [(problem, device) for problem, device in zip(matrix, cycle(DEVICES), strict=False)]
     small = replace(DEVICES[0], shared_bytes=20_000)  # hardly a tile with its halo fits
     found += [(problem, small) for problem in matrix[-2:]]
-    return [case for case in found if mma_planner._why_never(*case) is None]
+    return [case for case in found if mma_planner.why_never(*case) is None]
 
 
 def bounds_of(problem: Problem, device: Device) -> dict[tuple[model.Work, model.Shape, model.Box], float]:
     """Returns the bound of every shape with every box. The bound of a shape holds for all its boxes."""
     least: dict[tuple[model.Work, model.Shape, model.Box], float] = {}
-    for side, copy, rows in mma_planner._sides(problem, device):
+    for side, copy, rows in mma_planner.sides(problem, device):
         for work in (*model.works(side), model.Work(side, 0, apart=True)):
             for shapes in search._Bound(work, copy, problem.item_bytes, device, rows).shapes(0):
                 for group in shapes.groups():
@@ -58,7 +58,7 @@ def test_the_search_leaves_out_no_faster_candidate(monkeypatch: pytest.MonkeyPat
         return predict(self, device)
 
     for problem, device in cases():
-        sides = list(mma_planner._sides(problem, device))
+        sides = list(mma_planner.sides(problem, device))
         with monkeypatch.context() as patch, effort.unlimited():
             patch.setattr(model.Candidate, "cycles", counted)
             found = search.fastest(sides, problem.item_bytes, device)

@@ -106,7 +106,7 @@ def test_parts_fit_the_workspace() -> None:
 
 MUTANTS = {
     "the weights of the first block": ("mma_copies", "* Layout::kChunks + tile.first_chunk)", "* Layout::kChunks)"),
-    "the channels of the first block": ("mma", "Ahead ahead{{tile.first_chunk}", "Ahead ahead{{0}"),
+    "the channels of the first block": ("mma", "Cursor current{tile.first_chunk};", "Cursor current{0};"),
     "every part in the same place": ("mma_stores", "tile.split * tile.args.part", "0 * tile.args.part"),
 }
 

@@ -19,6 +19,7 @@ from tconv3d.families.weight_grad import warps
 from tconv3d.planning.offers import Offer, Refusal
 from tconv3d.planning.problem import Pass
 from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 LAYERS = {
@@ -45,6 +46,16 @@ def error(layer: Layer, x: Tensor, dy: Tensor) -> float:
 def test_errors_are_of_float32(name: str, only_warps: str) -> None:
     x, dy = tensors(LAYERS[name], torch.float32, only_warps)
     assert error(LAYERS[name], x, dy) < 1.6e-7  # 7.6e-8 for products, the rest for additions of tensor cores
+
+
+def test_the_bias_in_the_same_pass(only_warps: str) -> None:
+    layer = LAYERS["groups of eight, rows shared by halves"]
+    x, dy = tensors(layer, torch.float32, only_warps)
+    wanted = False, True, True
+    db = executor.backward(dy, x, None, wanted, layer.size, layer.kernel, layer.settings)[2]
+    assert db is not None
+    exact = dy.double().sum((0, 2, 3, 4))
+    assert float((db.double() - exact).norm() / exact.norm()) < 2e-7
 
 
 def test_channels_last(only_warps: str) -> None:

@@ -43,6 +43,7 @@ LAYERS = {
     "narrow volume": Layer(16, 8, (5, 4, 2), T3, padding=T1, batch=3),
     "short lines": Layer(16, 8, (5, 4, 2), (3, 4, 4), T2, T1, batch=3),
     "many tiles": Layer(8, 8, (5, 9, 21), T3, padding=T1, batch=1),
+    "two blocks of input channels": Layer(136, 8, (2, 3, 8), T2, T2),
 }
 
 
@@ -230,9 +231,10 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
                 check(layer, *operands)
 
 
-@warpgroup_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "short lines", "five taps along w"])
+@pytest.mark.parametrize(
+    "name", ["up-convolution", "gan", "groups of eight", "two blocks of input channels", "five taps along w"]
+)
 def test_the_bias_in_the_same_pass(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
     layer = LAYERS[name]
     x, dy = tensors(layer, dtype, tensor_cores)
@@ -244,7 +246,8 @@ def test_the_bias_in_the_same_pass(name: str, dtype: torch.dtype, tensor_cores: 
 
     dw, db = both()
     assert dw is not None and db is not None
-    assert torch.equal(dw, weight_grad(layer, x, dy))
+    alone = weight_grad(layer, x, dy)  # its parts may be added in another order
+    assert bool(((dw - alone).abs() <= 4 * UNIT[dtype] * alone.abs() + 1e-5).all())
     exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
     allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
     assert bool(((db.double() - exact).abs() <= allowed).all())

@@ -1,0 +1,99 @@
+"""Blocks on mma.sync whose copies go on from tile to tile, with outputs stored from memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ampere import AMPERE
+from layers import T1, T3, Layer, check, to_tf32
+from mutants import kernel_from, mutate
+from preferred import only, preferring
+
+import tconv3d
+from tconv3d import emulator
+from tconv3d.families.mma import ahead
+from tconv3d.families.mma import planner as mma_planner
+from tconv3d.families.mma.model import Candidate
+from tconv3d.planning.problem import Device, Plan, Problem
+from tconv3d.torch_ops import executor
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+
+T2 = (2, 2, 2)
+CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
+FEW = replace(AMPERE, multiprocessors=1, shared_bytes=166912)
+CASES = {
+    "up-convolution": (Layer(40, 24, (5, 4, 20), T2, T2, batch=1), CONTIGUOUS),
+    "lines of any length": (Layer(12, 20, (3, 2, 21), T2, T2, output_padding=(1, 0, 1), batch=2), CONTIGUOUS),
+    "stride 3": (Layer(8, 27, (4, 1, 13), (1, 3, 3), (1, 3, 3), output_padding=(0, 2, 2), batch=2), CONTIGUOUS),
+    "odd lines": (Layer(20, 12, (5, 9, 7), T3, T2, T1, batch=2), CONTIGUOUS),
+    "channels last": (Layer(16, 12, (4, 9, 17), T3, T2, T1, T1, batch=1), LAST),
+    "groups": (Layer(16, 16, (4, 5, 18), T3, T2, T1, groups=2, batch=1), CONTIGUOUS),
+    "empty phases": (Layer(8, 8, (5, 5, 12), T3, T2, (0, 1, 2), T1, dilation=T2), CONTIGUOUS),
+}
+
+
+ALONG = ("up-convolution", "lines of any length")  # outputs are stored from registers
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
+    """Small volumes are offered too."""
+    plan_of, found = mma_planner.plan_of, list[Candidate]()
+
+    def noted(candidate: Candidate, problem: Problem) -> Plan:
+        found.append(candidate)
+        return plan_of(candidate, problem)
+
+    def searched(name: str, settings: tuple[Problem, Device], kind: object, search: object) -> object:
+        return search()  # type: ignore[operator]
+
+    monkeypatch.setattr(ahead, "FEWEST_POSITIONS", 0)
+    monkeypatch.setattr(mma_planner, "plan_of", noted)
+    monkeypatch.setattr(ahead, "searched", searched)
+    monkeypatch.setattr(executor, "EMULATED", FEW)
+    before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "tf32"
+    with tconv3d.use_backend("emulator"):
+        yield found
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+def checked(name: str) -> None:
+    layer, memory_format = CASES[name]
+    x, *rest = (to_tf32(each) for each in layer.operands(torch.float32, "cpu"))
+    with only("mma", "tensor_weight_grad", "direct"), preferring("mma_ahead"):
+        operands = [x.to(memory_format=memory_format), *rest]
+        check(layer, torch.float32, "cpu", operands, tf32=True, forward_only=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_element_against_float64(name: str, chosen: list[Candidate], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:1")
+    checked(name)
+    mine = [each for each in chosen if each.build.ahead]
+    assert mine and all(each.tiles_of_block > 1 for each in mine)
+    assert all(each.build.along == (name in ALONG) for each in mine)
+
+
+MUTANTS = {
+    "the halo of this tile": ("copies_of(next).copy_halo(", "copies.copy_halo("),
+    "the items of this tile": ("list_items(shared.items_of(number + 1, ", "list_items(shared.items_of(number, "),
+    "the buffer of the first halo": ("current.halo = next_halo;", ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, replacement = MUTANTS[name]
+    mutate("mma", text, replacement, tmp_path / "kernels")
+    monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:1")
+    with (
+        kernel_from(tmp_path / "kernels", "mma"),
+        pytest.raises((AssertionError, RuntimeError), match=r"elements wrong|an access"),
+    ):
+        checked("odd lines")
