@@ -48,6 +48,7 @@ FAVOURED: dict[str, Favour] = {
     "to_rows": Favour(("to_rows", "rows_weight_grad", "align")),
     "unfold": Favour(("unfold",)),
     "depthwise_tiles": Favour(("depthwise_tiles", "depthwise_tiles_weight_grad")),
+    "depthwise_teams": Favour(("depthwise_tiles", "depthwise_teams_weight_grad")),
     "up_backward": Favour(("up_backward", "up_backward_last")),
     "up_grad": Favour(("up_grad",), ((up_grad_planner, {"MIN_CHANNELS": 1, "MIN_POSITIONS": 1}),)),
 }

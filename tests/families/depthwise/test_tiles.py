@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import UNIT, Layer, allowed_error, passes, poisoned, wrong_elements
 from layers import check as check_layer
-from preferred import counted, preferring
+from preferred import counted, kernels_of, preferring
 from problems import H200, problem
 from weight_gradients import tensors
 
@@ -49,12 +49,26 @@ CASES = [
     *(("whole copies", dtype, last) for dtype, last in ((torch.float32, True), (torch.float16, False))),
     *(("five", torch.float16, last) for last in (False, True)),
 ]
+TEAMS = [
+    ("five", torch.float32, False),
+    ("five", torch.bfloat16, True),
+    ("stride one", torch.bfloat16, False),
+    ("several blocks", torch.float32, True),
+    ("empty phases", torch.float16, False),
+]
 
 
 @pytest.fixture
 def ours(ours: str) -> Iterator[str]:
     """The kernels with tiles compute all that they can."""
     with preferring("depthwise_tiles", "depthwise_tiles_weight_grad"):
+        yield ours
+
+
+@pytest.fixture
+def teams(ours: str) -> Iterator[str]:
+    """Threads of the weight gradient have several taps along depth."""
+    with preferring("depthwise_teams_weight_grad", "depthwise_tiles"):
         yield ours
 
 
@@ -85,6 +99,13 @@ def check(layer: Layer, dtype: torch.dtype, last: bool, device: str) -> set[str]
 @pytest.mark.parametrize(("name", "dtype", "last"), CASES, ids=str)
 def test_against_float64(name: str, dtype: torch.dtype, last: bool, ours: str) -> None:
     assert {"depthwise_tiles", "depthwise_tiles_weight_grad"} <= check(LAYERS[name], dtype, last, ours)
+
+
+@pytest.mark.parametrize(("name", "dtype", "last"), TEAMS, ids=str)
+def test_teams_of_taps_against_float64(name: str, dtype: torch.dtype, last: bool, teams: str) -> None:
+    check(LAYERS[name], dtype, last, teams)
+    wanted = problem(LAYERS[name], Pass.WEIGHT_GRAD)
+    assert kernels_of({Pass.WEIGHT_GRAD: wanted}, H200) == {Pass.WEIGHT_GRAD: tiles_weight_grad.SHARED}
 
 
 @pytest.mark.slow
@@ -136,7 +157,8 @@ def test_large_kernels_go_to_tiles_and_are_not_far_above_the_floor(kernel: int, 
         wanted = mednext(kernel, which, dtype, last)
         taken, *_ = planner.taken({which: wanted}, H200)
         floor = max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
-        assert taken.kernel == KERNELS[which] or (taken.kernel == "depthwise_lines" and kernel == 5)
+        names = {KERNELS[which], tiles_weight_grad.SHARED}
+        assert taken.kernel in names or (taken.kernel == "depthwise_lines" and kernel == 5)
         assert taken.microseconds < 3 * floor
 
 
