@@ -37,6 +37,12 @@ struct DepthwiseTiles {
   static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
   static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
   static constexpr int kSums = C::kTileH * C::kTileW * kPhases;
+  static __device__ constexpr bool empty_phases() {
+    for (int phase = 0; phase < C::kPhasesD; ++phase)
+      if (C::kCountD(phase) == 0) return true;
+    return false;
+  }
+  static constexpr bool kEmptyPhases = empty_phases();  // outputs of these planes are the bias
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
   static constexpr int kWeightPitch = (kPlaneTaps + 3) / 4 * 4;  // contiguous: weights of a tap along depth
   static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;  // from channel to channel of x
@@ -52,6 +58,7 @@ struct DepthwiseTiles {
   int item;        // batch item
   int channel;     // the thread's channel of y
   bool works;      // the thread has a tile with positions inside y
+  bool whole;      // all outputs of the tile are inside of a plane of y
   int q_h, q_w;    // first position of the thread's tile
   int first, end;  // positions along depth that the block computes
   float start;     // initial value of a sum: the bias, or zero
@@ -100,30 +107,43 @@ struct DepthwiseTiles {
     }
   }
 
-  // Stores the outputs of plane `d` of y.
-  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
-    if (!works || d >= args.y_size.d) return;
+  // Elements from one output of a line to the next: known to the compiler unless it is neither 1 nor the
+  // number of channels.
+  __device__ __forceinline__ long long step_y() const { return C::kStepY > 0 ? C::kStepY : args.y_strides.w; }
+
+  // Stores the outputs of plane `d` of y. kWhole promises that all outputs of the tile are inside of a plane.
+  template <bool kWhole>
+  __device__ __forceinline__ void store_tile(int d, const float (&sum)[kSums]) const {
     constexpr int kLine = C::kTileW * C::kPhasesW;  // outputs of a row of the tile
     const int from_w = q_w * C::kPhasesW;
+    Scalar* to = y + d * args.y_strides.d + q_h * C::kPhasesH * args.y_strides.h + from_w * step_y();
 #pragma unroll
     for (int i = 0; i < C::kTileH * C::kPhasesH; ++i) {
-      const int h = q_h * C::kPhasesH + i;
-      if (h >= args.y_size.h) return;
-      Scalar* to = y + d * args.y_strides.d + h * args.y_strides.h + from_w * args.y_strides.w;
+      if (!kWhole && q_h * C::kPhasesH + i >= args.y_size.h) return;
 #pragma unroll
       for (int w = 0; w < kLine; w += C::kStored) {
-        if (from_w + w >= args.y_size.w) break;
-        Scalar* const at = to + w * args.y_strides.w;
+        if (!kWhole && from_w + w >= args.y_size.w) break;
+        Scalar* const at = to + w * step_y();
         float values[C::kStored];
 #pragma unroll
         for (int v = 0; v < C::kStored; ++v) values[v] = sum[i * kLine + w + v];
-        finish<C, false>(
-            args, {item, channel, at - static_cast<Scalar*>(args.y), args.y_strides.w, C::kStored}, values);
+        finish<C, false>(args, {item, channel, at - static_cast<Scalar*>(args.y), step_y(), C::kStored},
+                         values);
         Vector<Scalar, C::kStored> out;
 #pragma unroll
         for (int v = 0; v < C::kStored; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
         store_vector(at, out);
       }
+      to += args.y_strides.h;
+    }
+  }
+
+  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
+    if (d >= args.y_size.d) return;
+    if (whole) {
+      store_tile<true>(d, sum);
+    } else {
+      store_tile<false>(d, sum);
     }
   }
 
@@ -149,20 +169,25 @@ struct DepthwiseTiles {
         }
       }
       ptx::copy_commit();
+      if (!works) continue;
 #pragma unroll 1
       for (int phase = 0; phase < C::kPhasesD; ++phase) {
         float sum[kSums];
         clear(sum, start);
+        if (kEmptyPhases && C::kCountD(phase) == 0) {
+          store(q * C::kPhasesD + phase, sum);
+          continue;
+        }
+        int j = 0;
 #pragma unroll 1
-        for (int j = 0; j < C::kCountD(phase); ++j) {
+        do {
           const int plane = q * C::kInputStepD + C::kFirstOffsetD(phase) + j * C::kOffsetStepD;
           const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
           const int tap = C::kFirstTapD(phase) + j * C::kTapStepD;
-          if (!works) continue;
 #pragma unroll 1
           for (int c = 0; c < C::kReduced; ++c)
             add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + tap, sum);
-        }
+        } while (++j < C::kCountD(phase));
         store(q * C::kPhasesD + phase, sum);
       }
     }
@@ -199,7 +224,7 @@ struct DepthwiseTiles {
         ++plane;
       });
       const int q = step - C::kLastLag;
-      if (q >= first) store(q, sum[0]);
+      if (works && q >= first) store(q, sum[0]);
 #pragma unroll
       for (int slot = 0; slot + 1 < C::kWindow; ++slot) {
 #pragma unroll
@@ -277,6 +302,8 @@ __device__ void run(const Args& args) {
   kernel.works = static_cast<int>(threadIdx.x) < kTiles * C::kChannels &&
                  first_channel + channel < C::kOutChannels && kernel.q_h < args.grid.h &&
                  kernel.q_w < args.grid.w;
+  kernel.whole = (kernel.q_h + C::kTileH) * C::kPhasesH <= args.y_size.h &&
+                 (kernel.q_w + C::kTileW) * C::kPhasesW <= args.y_size.w;
   kernel.first = part * args.length;
   kernel.end = args.grid.d - kernel.first < args.length ? args.grid.d : kernel.first + args.length;
   const auto* bias = static_cast<const Scalar*>(args.bias);

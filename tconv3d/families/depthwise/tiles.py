@@ -352,15 +352,17 @@ def _constants(tiling: Tiling) -> Constants:
     side, slab, problem = tiling.side, tiling.slab, tiling.side.problem
     d, h, w = side.gathers
     _, axis_h, axis_w = problem.geometry.axes
+    channels = problem.geometry.groups * side.outs
     return (
         ("Scalar", SCALARS[problem.dtype]),
         ("Epilogue", problem.activation),
-        ("kOutChannels", problem.geometry.groups * side.outs),
+        ("kOutChannels", channels),
         ("kReduced", side.reduced),
         ("kOuts", side.outs),
         ("kChannelsX", slab.channels),
         *block_constants(slab),
         ("kStored", tiling.stored),
+        ("kStepY", side.y[4] if side.y[4] in (1, channels) else 0),
         *axis_constants(problem.geometry.axes, "kernel"),
         *axis_constants(side.gathers, "input_step", "phases"),
         *((f"kMin{n}", gather.reach[0]) for n, gather in zip("DHW", side.gathers, strict=True)),
