@@ -69,6 +69,13 @@ TWINS = (
         Case(DEPTHWISE, favoured="depthwise_tiles"),
     ),
     Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "weight[kTap][t_w] * values",
+        "weight[kTap][0] * values",
+        Case(DEPTHWISE, favoured="depthwise_rows", wanted=("input",)),
+    ),
+    Twin(
         "depthwise_tiles_weight_grad",
         "depthwise_tiles_weight_grad",
         "plane >= first && plane < end",

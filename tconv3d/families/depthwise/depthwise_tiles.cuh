@@ -10,7 +10,10 @@
 // If x has one plane for each position (kWindow is 1), the ring holds all planes that a position reads, and
 // the sums of one output plane are in registers. If positions are several planes apart (the input gradient of
 // a strided layer), these planes would not fit: each plane is then used once, for all taps along depth, and
-// the sums of the kWindow positions along depth that it feeds are in registers.
+// the sums of the kWindow positions along depth that it feeds are in registers. With kByRows, a thread takes
+// one row of taps after another in a loop that is not unrolled: the weights of this row are in registers, for
+// all taps along depth that read the plane, and it reads one row of the plane for each row of its tile. The
+// loop has some 500 instructions, where all rows of taps unrolled have 6000.
 #pragma once
 
 #include "epilogue.cuh"
@@ -44,8 +47,10 @@ struct DepthwiseTiles {
   }
   static constexpr bool kEmptyPhases = empty_phases();  // outputs of these planes are the bias
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
-  static constexpr int kWeightPitch = (kPlaneTaps + 3) / 4 * 4;  // contiguous: weights of a tap along depth
-  static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;  // from channel to channel of x
+  static constexpr int kRowPitch = C::kByRows ? (C::kKernelW + 3) / 4 * 4 : C::kKernelW;  // contiguous
+  static constexpr int kWeightPitch = (C::kKernelH * kRowPitch + 3) / 4 * 4;  // of a tap along depth
+  static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;    // from channel to channel of x
+  static_assert(C::kWindow > 1 || !C::kByRows, "a window of positions");
   static_assert(C::kChannels % C::kOuts == 0 && C::kChannelsX == C::kChannels / C::kOuts * C::kReduced,
                 "a block has whole groups");
 
@@ -110,6 +115,55 @@ struct DepthwiseTiles {
   // Elements from one output of a line to the next: known to the compiler unless it is neither 1 nor the
   // number of channels.
   __device__ __forceinline__ long long step_y() const { return C::kStepY > 0 ? C::kStepY : args.y_strides.w; }
+
+  // Loads the weights of row `t_h` of tap `tap` along depth, counted through the channels of x.
+  __device__ __forceinline__ void load_row_of_weights(int tap, int t_h, float (&weight)[C::kKernelW]) const {
+    if constexpr (C::kLast) {
+      const float* from = weights + (tap * kPlaneTaps + t_h * C::kKernelW) * C::kChannels;
+#pragma unroll
+      for (int t = 0; t < C::kKernelW; ++t) weight[t] = from[t * C::kChannels];
+    } else {
+      const float* from = weights + tap * kWeightPitch + t_h * kRowPitch;
+#pragma unroll
+      for (int t = 0; t < C::kKernelW; ++t) {
+        const Vector<float, 4> four = load_vector<4>(from + t / 4 * 4);
+        weight[t] = four.at[t % 4];
+      }
+    }
+  }
+
+  // Adds the products of plane kOfStep of a step, from the thread's first row on, and the weights of channel
+  // `c` of x. Slot s of the sums belongs to position step - kLastLag + s.
+  template <int kOfStep>
+  __device__ __forceinline__ void add_rows(const Scalar* plane, int c,
+                                           float (&sum)[C::kWindow][kSums]) const {
+#pragma unroll 1
+    for (int t_h = 0; t_h < C::kKernelH; ++t_h) {
+      float weight[C::kKernelD][C::kKernelW];
+      static_for<C::kKernelD>([&](auto tap) {
+        constexpr int kTap = decltype(tap)::value;
+        if constexpr (C::kTapPlane(kTap) == kOfStep)
+          load_row_of_weights(c * C::kKernelD + kTap, t_h, weight[kTap]);
+      });
+#pragma unroll
+      for (int h = 0; h < C::kTileH; ++h) {
+        float values[Planes::kReads];
+        reader.read(plane, h * C::kInputStepH + C::kReadH(t_h), values);
+        static_for<C::kKernelD>([&](auto tap) {
+          constexpr int kTap = decltype(tap)::value, kSlot = C::kLastLag - C::kTapLag(kTap);
+          if constexpr (C::kTapPlane(kTap) == kOfStep) {
+#pragma unroll
+            for (int w = 0; w < C::kTileW; ++w) {
+#pragma unroll
+              for (int t_w = 0; t_w < C::kKernelW; ++t_w)
+                sum[kSlot][sum_at(h, w, 0, 0)] +=
+                    weight[kTap][t_w] * values[w * C::kInputStepW + C::kReadW(t_w)];
+            }
+          }
+        });
+      }
+    }
+  }
 
   // Stores the outputs of plane `d` of y. kWhole promises that all outputs of the tile are inside of a plane.
   template <bool kWhole>
@@ -215,9 +269,14 @@ struct DepthwiseTiles {
         const Scalar* from = slab.shared + (plane - origin) % 2 * Slab<Planes>::kSize;
 #pragma unroll 1
         for (int c = 0; c < (works ? C::kReduced : 0); ++c) {
+          if constexpr (C::kByRows) {
+            static_assert(kPhases == 1, "positions have one output");
+            add_rows<kOfStep>(from + reader.start + c * kChannelStep, c, sum);
+            continue;
+          }
           static_for<C::kKernelD>([&](auto tap) {
             constexpr int kTap = decltype(tap)::value, kSlot = C::kLastLag - C::kTapLag(kTap);
-            if constexpr (C::kTapPlane(kTap) == kOfStep)
+            if constexpr (!C::kByRows && C::kTapPlane(kTap) == kOfStep)
               add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + kTap, sum[kSlot]);
           });
         }
@@ -251,7 +310,9 @@ __device__ __forceinline__ void stage_weights(const Args& args, int first_channe
           d * args.w_strides.d + in_plane / C::kKernelW * args.w_strides.h +
           in_plane % C::kKernelW * args.w_strides.w]);
     weights[C::kLast ? of_channel * C::kChannels + channel
-                     : (channel * C::kReduced * C::kKernelD + line) * kPitch + in_plane] = value;
+                     : (channel * C::kReduced * C::kKernelD + line) * kPitch +
+                           in_plane / C::kKernelW * DepthwiseTiles<C>::kRowPitch + in_plane % C::kKernelW] =
+        value;
   }
 }
 

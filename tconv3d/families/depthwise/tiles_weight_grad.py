@@ -45,7 +45,8 @@ MOST_TERMS = 768  # products that a thread adds to one sum, which bounds the rou
 TILES = tuple(product((2, 3, 4, 6), (4, 8)))  # candidates for the positions of a thread along h and w
 # Builds whose threads have several taps along depth, and read each row of dy once for all of them.
 MEMBERS = 2, 3  # candidates for these taps
-SHARED_TILES = (2, 4), (4, 4), (6, 4), (2, 8), (4, 8)  # candidates for the positions of a thread
+SHARED_TILES = (4, 4), (6, 4), (2, 8), (4, 8)  # candidates for the positions of a thread
+SHARED_REPEATS = 1, 2  # candidates for the tiles of a thread
 MOST_SHARED_PRODUCTS = 1600  # multiply-adds of the unrolled code: 28 KB of instructions
 MEMBERS_REGISTERS = 24  # beside sums, a tile of x for each member and a row of dy
 REPEATS = 1, 2, 4  # candidates for the tiles of a thread
@@ -131,15 +132,18 @@ class Tiling:
         s = self.inputs
         return max(1, MOST_TERMS // (s.tile_h * s.tile_w * s.repeats))
 
-    def fits(self, device: Device) -> bool:
+    @property
+    def compiles(self) -> bool:
+        """Tells whether a thread's tile fits pieces, registers and unrolled code, however many tiles a block has."""
         return (
             self.gradients.fits
             and self.inputs.fits
-            and self.threads <= MOST_THREADS
             and self.registers <= MAX_REGISTERS
             and self.members * self.products <= (MOST_PRODUCTS if self.members == 1 else MOST_SHARED_PRODUCTS)
-            and self.shared_bytes <= device.shared_bytes
         )
+
+    def fits(self, device: Device) -> bool:
+        return self.compiles and self.threads <= MOST_THREADS and self.shared_bytes <= device.shared_bytes
 
     def tile_cycles(self, members: int) -> float:
         """Cycles of a multiprocessor for a warp's products of one tile with as many taps along depth."""
@@ -211,23 +215,34 @@ def _candidates(problem: Problem, device: Device, shared: bool) -> list[Tiling]:
     grains_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)
     most = max(len(team) for team in _teams(problem.geometry.axes[0], max(MEMBERS)))
     counts = [n for n in MEMBERS if n <= most] if shared else [1]
+
+    def tilings(
+        tile: tuple[int, int], members: int, count: int, tiles: tuple[int, int], repeats: int
+    ) -> list[Tiling]:
+        inputs = Slab(last, item, count * g.in_per_group, *tiles, *tile, 1, 1, 1, 1, 0, grains_x[0], repeats,
+                      tuple(i for i, _ in pairs), g.in_per_group)  # fmt: skip
+        slabs = [
+            replace(inputs, channels=count * g.out_per_group, readers=tuple(o for _, o in pairs),
+                    group=g.out_per_group, step_h=h.stride, step_w=w.stride, span_h=spans[0],
+                    span_w=spans[1], first_w=-w.padding, grain=grain)
+            for grain in grains_dy
+        ]  # fmt: skip
+        return [Tiling(problem, slab, inputs, members) for slab in slabs]
+
     found = []
-    for (tile_h, tile_w), members in product(SHARED_TILES if shared else TILES, counts):
-        rows, columns = -(-problem.input_size[1] // tile_h), -(-problem.input_size[2] // tile_w)
-        for tiles_w, repeats in product(sides(columns), REPEATS):
+    for tile, members in product(SHARED_TILES if shared else TILES, counts):
+        if not last and not any(each.compiles for each in tilings(tile, members, 1, (1, 1), 1)):
+            continue
+        rows, columns = -(-problem.input_size[1] // tile[0]), -(-problem.input_size[2] // tile[1])
+        for tiles_w, repeats in product(sides(columns), SHARED_REPEATS if shared else REPEATS):
             for tiles_h in sides(-(-rows // repeats)):
                 for count in _channels(last, groups, len(pairs), tiles_h * tiles_w):
-                    inputs = Slab(last, item, count * g.in_per_group, tiles_h, tiles_w, tile_h, tile_w, 1, 1, 1, 1, 0,
-                                  grains_x[0], repeats, tuple(i for i, _ in pairs), g.in_per_group)  # fmt: skip
-                    slabs = [
-                        replace(inputs, channels=count * g.out_per_group, readers=tuple(o for _, o in pairs),
-                                group=g.out_per_group, step_h=h.stride, step_w=w.stride, span_h=spans[0],
-                                span_w=spans[1], first_w=-w.padding, grain=grain)
-                        for grain in grains_dy
-                    ]  # fmt: skip
-                    tilings = [Tiling(problem, slab, inputs, members) for slab in slabs]
-                    tilings = [tiling for tiling in tilings if tiling.fits(device)]
-                    found += sorted(tilings, key=lambda tiling: tiling.step_cycles)[:1]
+                    fitting = [
+                        each
+                        for each in tilings(tile, members, count, (tiles_h, tiles_w), repeats)
+                        if each.fits(device)
+                    ]
+                    found += sorted(fitting, key=lambda tiling: tiling.step_cycles)[:1]
     return found
 
 
@@ -255,7 +270,14 @@ def forget() -> None:
 
 @lru_cache(maxsize=1024)
 def _own(problem: Problem, device: Device, shared: bool) -> Choice | None:
-    """Returns the choice with the fewest cycles by the model for this volume, or None if none fits."""
+    """Returns the choice with the fewest cycles by the model for this volume, or None if none fits.
+
+    Sums for the bias are few, so that a build without them is as good with them, unless they make it too large.
+    """
+    if problem.bias:
+        choice = _own(replace(problem, bias=False), device, shared)
+        if choice is None or _of_choice(problem, device, choice) is not None:
+            return choice
     found = _candidates(problem, device, shared)
 
     def nominal(tiling: Tiling) -> float:
