@@ -48,7 +48,7 @@ struct DepthwiseTiles {
   static constexpr bool kEmptyPhases = empty_phases();  // outputs of these planes are the bias
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
   static constexpr int kRowPitch = C::kByRows ? (C::kKernelW + 3) / 4 * 4 : C::kKernelW;  // contiguous
-  static constexpr int kWeightPitch = (C::kKernelH * kRowPitch + 3) / 4 * 4;  // of a tap along depth
+  static constexpr int kWeightPitch = (C::kKernelH * kRowPitch + 3) / 4 * 4;  // floats of a tap along depth
   static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;    // from channel to channel of x
   static_assert(C::kWindow > 1 || !C::kByRows, "a window of positions");
   static_assert(C::kChannels % C::kOuts == 0 && C::kChannelsX == C::kChannels / C::kOuts * C::kReduced,
