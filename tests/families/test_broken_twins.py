@@ -64,11 +64,25 @@ TWINS = (
         Case(DEPTHWISE, favoured="depthwise_tiles"),
     ),
     Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "weight[kTap][t_w] * values",
+        "weight[kTap][0] * values",
+        Case(DEPTHWISE, favoured="depthwise_rows", wanted=("input",)),
+    ),
+    Twin(
         "depthwise_tiles_weight_grad",
         "depthwise_tiles_weight_grad",
-        "plane < first || plane >= end",
-        "plane <= first || plane >= end",
+        "plane >= first && plane < end",
+        "plane > first && plane < end",
         Case(DEPTHWISE, wanted=("weight",), favoured="depthwise_tiles"),
+    ),
+    Twin(
+        "depthwise_tiles_weight_grad",
+        "depthwise_tiles_weight_grad",
+        "x.read(x_planes[m], h,",
+        "x.read(x_planes[0], h,",
+        Case(DEPTHWISE, wanted=("weight",), favoured="depthwise_teams"),
     ),
     Twin(
         "depthwise_lines",

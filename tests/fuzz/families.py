@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from preferred import priced
 
+from tconv3d.families.depthwise import tiles as depthwise_tiles_planner
 from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
 
@@ -49,6 +50,11 @@ FAVOURED: dict[str, Favour] = {
     "unfold": Favour(("unfold",)),
     "gather": Favour(("gather",)),
     "depthwise_tiles": Favour(("depthwise_tiles", "depthwise_tiles_weight_grad")),
+    "depthwise_teams": Favour(("depthwise_tiles", "depthwise_teams_weight_grad")),
+    "depthwise_rows": Favour(
+        ("depthwise_rows", "depthwise_tiles", "depthwise_tiles_weight_grad"),
+        ((depthwise_tiles_planner, {"MANY_TAPS": 0}),),
+    ),
     "up_backward": Favour(("up_backward", "up_backward_last")),
     "up_grad": Favour(("up_grad",), ((up_grad_planner, {"MIN_CHANNELS": 1, "MIN_POSITIONS": 1}),)),
 }

@@ -14,24 +14,9 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "widen_two.cuh"
 
 namespace tconv3d {
-
-// One of two neighbours of 16 bits.
-template <class Scalar>
-struct Widen;
-template <>
-struct Widen<Half> {
-  static __device__ __forceinline__ float of(unsigned two, bool second) {
-    return ptx::half_to_float(static_cast<unsigned short>(second ? two >> 16 : two));
-  }
-};
-template <>
-struct Widen<BFloat16> {
-  static __device__ __forceinline__ float of(unsigned two, bool second) {
-    return ptx::bits_to_float(second ? two & 0xFFFF0000u : two << 16);
-  }
-};
 
 template <class C>
 struct DepthwiseLines {

@@ -10,7 +10,10 @@
 // If x has one plane for each position (kWindow is 1), the ring holds all planes that a position reads, and
 // the sums of one output plane are in registers. If positions are several planes apart (the input gradient of
 // a strided layer), these planes would not fit: each plane is then used once, for all taps along depth, and
-// the sums of the kWindow positions along depth that it feeds are in registers.
+// the sums of the kWindow positions along depth that it feeds are in registers. With kByRows, a thread takes
+// one row of taps after another in a loop that is not unrolled: the weights of this row are in registers, for
+// all taps along depth that read the plane, and it reads one row of the plane for each row of its tile. The
+// loop has some 500 instructions, where all rows of taps unrolled have 6000.
 #pragma once
 
 #include "epilogue.cuh"
@@ -37,9 +40,17 @@ struct DepthwiseTiles {
   static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
   static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
   static constexpr int kSums = C::kTileH * C::kTileW * kPhases;
+  static __device__ constexpr bool empty_phases() {
+    for (int phase = 0; phase < C::kPhasesD; ++phase)
+      if (C::kCountD(phase) == 0) return true;
+    return false;
+  }
+  static constexpr bool kEmptyPhases = empty_phases();  // outputs of these planes are the bias
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
-  static constexpr int kWeightPitch = (kPlaneTaps + 3) / 4 * 4;  // contiguous: weights of a tap along depth
-  static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;  // from channel to channel of x
+  static constexpr int kRowPitch = C::kByRows ? (C::kKernelW + 3) / 4 * 4 : C::kKernelW;  // contiguous
+  static constexpr int kWeightPitch = (C::kKernelH * kRowPitch + 3) / 4 * 4;  // floats of a tap along depth
+  static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;    // from channel to channel of x
+  static_assert(C::kWindow > 1 || !C::kByRows, "a window of positions");
   static_assert(C::kChannels % C::kOuts == 0 && C::kChannelsX == C::kChannels / C::kOuts * C::kReduced,
                 "a block has whole groups");
 
@@ -52,6 +63,7 @@ struct DepthwiseTiles {
   int item;        // batch item
   int channel;     // the thread's channel of y
   bool works;      // the thread has a tile with positions inside y
+  bool whole;      // all outputs of the tile are inside of a plane of y
   int q_h, q_w;    // first position of the thread's tile
   int first, end;  // positions along depth that the block computes
   float start;     // initial value of a sum: the bias, or zero
@@ -100,30 +112,92 @@ struct DepthwiseTiles {
     }
   }
 
-  // Stores the outputs of plane `d` of y.
-  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
-    if (!works || d >= args.y_size.d) return;
+  // Elements from one output of a line to the next: known to the compiler unless it is neither 1 nor the
+  // number of channels.
+  __device__ __forceinline__ long long step_y() const { return C::kStepY > 0 ? C::kStepY : args.y_strides.w; }
+
+  // Loads the weights of row `t_h` of tap `tap` along depth, counted through the channels of x.
+  __device__ __forceinline__ void load_row_of_weights(int tap, int t_h, float (&weight)[C::kKernelW]) const {
+    if constexpr (C::kLast) {
+      const float* from = weights + (tap * kPlaneTaps + t_h * C::kKernelW) * C::kChannels;
+#pragma unroll
+      for (int t = 0; t < C::kKernelW; ++t) weight[t] = from[t * C::kChannels];
+    } else {
+      const float* from = weights + tap * kWeightPitch + t_h * kRowPitch;
+#pragma unroll
+      for (int t = 0; t < C::kKernelW; ++t) {
+        const Vector<float, 4> four = load_vector<4>(from + t / 4 * 4);
+        weight[t] = four.at[t % 4];
+      }
+    }
+  }
+
+  // Adds the products of plane kOfStep of a step, from the thread's first row on, and the weights of channel
+  // `c` of x. Slot s of the sums belongs to position step - kLastLag + s.
+  template <int kOfStep>
+  __device__ __forceinline__ void add_rows(const Scalar* plane, int c,
+                                           float (&sum)[C::kWindow][kSums]) const {
+#pragma unroll 1
+    for (int t_h = 0; t_h < C::kKernelH; ++t_h) {
+      float weight[C::kKernelD][C::kKernelW];
+      static_for<C::kKernelD>([&](auto tap) {
+        constexpr int kTap = decltype(tap)::value;
+        if constexpr (C::kTapPlane(kTap) == kOfStep)
+          load_row_of_weights(c * C::kKernelD + kTap, t_h, weight[kTap]);
+      });
+#pragma unroll
+      for (int h = 0; h < C::kTileH; ++h) {
+        float values[Planes::kReads];
+        reader.read(plane, h * C::kInputStepH + C::kReadH(t_h), values);
+        static_for<C::kKernelD>([&](auto tap) {
+          constexpr int kTap = decltype(tap)::value, kSlot = C::kLastLag - C::kTapLag(kTap);
+          if constexpr (C::kTapPlane(kTap) == kOfStep) {
+#pragma unroll
+            for (int w = 0; w < C::kTileW; ++w) {
+#pragma unroll
+              for (int t_w = 0; t_w < C::kKernelW; ++t_w)
+                sum[kSlot][sum_at(h, w, 0, 0)] +=
+                    weight[kTap][t_w] * values[w * C::kInputStepW + C::kReadW(t_w)];
+            }
+          }
+        });
+      }
+    }
+  }
+
+  // Stores the outputs of plane `d` of y. kWhole promises that all outputs of the tile are inside of a plane.
+  template <bool kWhole>
+  __device__ __forceinline__ void store_tile(int d, const float (&sum)[kSums]) const {
     constexpr int kLine = C::kTileW * C::kPhasesW;  // outputs of a row of the tile
     const int from_w = q_w * C::kPhasesW;
+    Scalar* to = y + d * args.y_strides.d + q_h * C::kPhasesH * args.y_strides.h + from_w * step_y();
 #pragma unroll
     for (int i = 0; i < C::kTileH * C::kPhasesH; ++i) {
-      const int h = q_h * C::kPhasesH + i;
-      if (h >= args.y_size.h) return;
-      Scalar* to = y + d * args.y_strides.d + h * args.y_strides.h + from_w * args.y_strides.w;
+      if (!kWhole && q_h * C::kPhasesH + i >= args.y_size.h) return;
 #pragma unroll
       for (int w = 0; w < kLine; w += C::kStored) {
-        if (from_w + w >= args.y_size.w) break;
-        Scalar* const at = to + w * args.y_strides.w;
+        if (!kWhole && from_w + w >= args.y_size.w) break;
+        Scalar* const at = to + w * step_y();
         float values[C::kStored];
 #pragma unroll
         for (int v = 0; v < C::kStored; ++v) values[v] = sum[i * kLine + w + v];
-        finish<C, false>(
-            args, {item, channel, at - static_cast<Scalar*>(args.y), args.y_strides.w, C::kStored}, values);
+        finish<C, false>(args, {item, channel, at - static_cast<Scalar*>(args.y), step_y(), C::kStored},
+                         values);
         Vector<Scalar, C::kStored> out;
 #pragma unroll
         for (int v = 0; v < C::kStored; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
         store_vector(at, out);
       }
+      to += args.y_strides.h;
+    }
+  }
+
+  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
+    if (d >= args.y_size.d) return;
+    if (whole) {
+      store_tile<true>(d, sum);
+    } else {
+      store_tile<false>(d, sum);
     }
   }
 
@@ -149,20 +223,25 @@ struct DepthwiseTiles {
         }
       }
       ptx::copy_commit();
+      if (!works) continue;
 #pragma unroll 1
       for (int phase = 0; phase < C::kPhasesD; ++phase) {
         float sum[kSums];
         clear(sum, start);
+        if (kEmptyPhases && C::kCountD(phase) == 0) {
+          store(q * C::kPhasesD + phase, sum);
+          continue;
+        }
+        int j = 0;
 #pragma unroll 1
-        for (int j = 0; j < C::kCountD(phase); ++j) {
+        do {
           const int plane = q * C::kInputStepD + C::kFirstOffsetD(phase) + j * C::kOffsetStepD;
           const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
           const int tap = C::kFirstTapD(phase) + j * C::kTapStepD;
-          if (!works) continue;
 #pragma unroll 1
           for (int c = 0; c < C::kReduced; ++c)
             add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + tap, sum);
-        }
+        } while (++j < C::kCountD(phase));
         store(q * C::kPhasesD + phase, sum);
       }
     }
@@ -190,16 +269,21 @@ struct DepthwiseTiles {
         const Scalar* from = slab.shared + (plane - origin) % 2 * Slab<Planes>::kSize;
 #pragma unroll 1
         for (int c = 0; c < (works ? C::kReduced : 0); ++c) {
+          if constexpr (C::kByRows) {
+            static_assert(kPhases == 1, "positions have one output");
+            add_rows<kOfStep>(from + reader.start + c * kChannelStep, c, sum);
+            continue;
+          }
           static_for<C::kKernelD>([&](auto tap) {
             constexpr int kTap = decltype(tap)::value, kSlot = C::kLastLag - C::kTapLag(kTap);
-            if constexpr (C::kTapPlane(kTap) == kOfStep)
+            if constexpr (!C::kByRows && C::kTapPlane(kTap) == kOfStep)
               add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + kTap, sum[kSlot]);
           });
         }
         ++plane;
       });
       const int q = step - C::kLastLag;
-      if (q >= first) store(q, sum[0]);
+      if (works && q >= first) store(q, sum[0]);
 #pragma unroll
       for (int slot = 0; slot + 1 < C::kWindow; ++slot) {
 #pragma unroll
@@ -226,7 +310,9 @@ __device__ __forceinline__ void stage_weights(const Args& args, int first_channe
           d * args.w_strides.d + in_plane / C::kKernelW * args.w_strides.h +
           in_plane % C::kKernelW * args.w_strides.w]);
     weights[C::kLast ? of_channel * C::kChannels + channel
-                     : (channel * C::kReduced * C::kKernelD + line) * kPitch + in_plane] = value;
+                     : (channel * C::kReduced * C::kKernelD + line) * kPitch +
+                           in_plane / C::kKernelW * DepthwiseTiles<C>::kRowPitch + in_plane % C::kKernelW] =
+        value;
   }
 }
 
@@ -277,6 +363,8 @@ __device__ void run(const Args& args) {
   kernel.works = static_cast<int>(threadIdx.x) < kTiles * C::kChannels &&
                  first_channel + channel < C::kOutChannels && kernel.q_h < args.grid.h &&
                  kernel.q_w < args.grid.w;
+  kernel.whole = (kernel.q_h + C::kTileH) * C::kPhasesH <= args.y_size.h &&
+                 (kernel.q_w + C::kTileW) * C::kPhasesW <= args.y_size.w;
   kernel.first = part * args.length;
   kernel.end = args.grid.d - kernel.first < args.length ? args.grid.d : kernel.first + args.length;
   const auto* bias = static_cast<const Scalar*>(args.bias);

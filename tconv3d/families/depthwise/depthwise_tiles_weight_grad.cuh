@@ -4,10 +4,11 @@
 // a depthwise layer. Channels, in names of this kernel, are pairs, numbered as in the weight.
 //
 // A block marches along depth. Step j has planes stride*j to stride*j + stride - 1 of dy, which arrive in a
-// ring in shared memory, as the planes of x do (slab.cuh). The block has kLanes threads for each tap along
-// depth; tap t uses one plane of the step and plane j - shift(t) of x, so that all threads have equal work.
-// A thread owns one channel and a tile of kTileH x kTileW positions of the plane, and has the sums of all
-// taps along h and w in registers: it reads the tile of x and the rows of dy that its taps need, each once.
+// ring in shared memory, as the planes of x do (slab.cuh). Tap t along depth uses one plane of the step, and
+// plane j - shift(t) of x. The block has kLanes threads for each team: up to kMembers taps along depth that
+// use the same plane of dy. A thread owns one channel and a tile of kTileH x kTileW positions of the plane,
+// and has the sums of its taps in registers, for all taps along h and w. It reads the rows of dy that these
+// taps need once for the whole team, and a tile of x for each member.
 //
 // The sums of a block are added in a fixed order and written as one partial sum; reduce.cuh adds the partial
 // sums. With kBias the kernel also sums dy for the bias gradient: a position adds the outputs of its own
@@ -47,13 +48,14 @@ struct DepthwiseTilesWeightGrad {
   };
   static constexpr int kTiles = C::kTilesH * C::kTilesW;
   static constexpr int kPairs = C::kIns * C::kOuts;                        // pairs of a group
-  static constexpr int kLanes = C::kThreads / C::kKernelD;                 // threads of a tap along depth
+  static constexpr int kLanes = C::kThreads / C::kTeams;                   // threads of a team
   static constexpr int kRows = (C::kTileH - 1) * C::kStrideH + C::kSpanH;  // rows of dy that a thread reads
   static constexpr int kRing = C::kLastShift - C::kFirstShift + 2;         // planes of x
-  static constexpr int kSums = C::kKernelH * C::kKernelW;                  // sums of a thread
-  static constexpr int kTotals = (kSums + (C::kBias ? 1 : 0)) | 1;         // floats of a thread's totals
+  static constexpr int kSums = C::kKernelH * C::kKernelW;                  // sums of a member
+  static constexpr int kAllSums = C::kMembers * kSums;                     // sums of a thread
+  static constexpr int kTotals = (kAllSums + (C::kBias ? 1 : 0)) | 1;      // floats of a thread's totals
   static constexpr int kBiasSums = 4;
-  static_assert(C::kThreads % C::kKernelD == 0 && kTiles * C::kChannels <= kLanes, "a thread has one tap");
+  static_assert(C::kThreads % C::kTeams == 0 && kTiles * C::kChannels <= kLanes, "a thread has one team");
 
   const Args& args;
   const Slab<Gradients> gradients;
@@ -63,18 +65,22 @@ struct DepthwiseTilesWeightGrad {
   bool works;      // the thread has a tile
   bool adds_bias;  // the thread adds its channel of dy to the bias gradient: one of those that read the
                    // channel
-  int tap;         // the thread's tap along depth
+  int team;        // the thread's team of taps along depth
   int first, end;  // planes of x of the block
-  float sum[kSums];
+  float sum[C::kMembers][kSums];
   float bias[kBiasSums];  // several sums, so that an addition does not wait for the previous one
 
-  // Adds the products of a tile: the planes of x and dy from the thread's first row on. kOwn: the positions
-  // also add the outputs of their own taps to the bias gradient.
-  template <bool kOwn>
-  __device__ __forceinline__ void add_tile(const Scalar* x_plane, const Scalar* dy_plane) {
-    float values_x[C::kTileH][C::kTileW];
+  // Adds the products of a tile for a team of kCount taps: the planes of x and dy from the thread's first row
+  // on. kOwn: the positions also add the outputs of their own taps to the bias gradient.
+  template <bool kOwn, int kCount>
+  __device__ __forceinline__ void add_tile(const Scalar* const (&x_planes)[C::kMembers],
+                                           const Scalar* dy_plane) {
+    float values_x[kCount][C::kTileH][C::kTileW];
 #pragma unroll
-    for (int h = 0; h < C::kTileH; ++h) x.read(x_plane, h, values_x[h]);
+    for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+      for (int h = 0; h < C::kTileH; ++h) x.read(x_planes[m], h, values_x[m][h]);
+    }
     static_for<kRows>([&](auto row) {
       constexpr int kRow = decltype(row)::value;
       float values[Gradients::kReads];
@@ -83,17 +89,19 @@ struct DepthwiseTilesWeightGrad {
         // Tap kTap reads row kRow for position kRest / kStrideH of the tile, if that is one.
         constexpr int kTap = decltype(tap_h)::value, kRest = kRow - kTap * C::kDilationH;
         if constexpr (kRest >= 0 && kRest % C::kStrideH == 0 && kRest / C::kStrideH < C::kTileH) {
-          add_row<kTap>(values_x[kRest / C::kStrideH], values);
+#pragma unroll
+          for (int m = 0; m < kCount; ++m) add_row<kTap>(values_x[m][kRest / C::kStrideH], values, sum[m]);
           if constexpr (kOwn && C::kOwnH(kTap)) add_own(values);
         }
       });
     });
   }
 
-  // Adds the products of a row of x and a row of dy for the taps (h, w) with h = kTap.
+  // Adds the products of a row of x and a row of dy to a member's sums of the taps (h, w) with h = kTap.
   template <int kTap>
-  __device__ __forceinline__ void add_row(const float (&values_x)[C::kTileW],
-                                          const float (&values)[Gradients::kReads]) {
+  static __device__ __forceinline__ void add_row(const float (&values_x)[C::kTileW],
+                                                 const float (&values)[Gradients::kReads],
+                                                 float (&sum)[kSums]) {
 #pragma unroll
     for (int w = 0; w < C::kTileW; ++w) {
 #pragma unroll
@@ -121,7 +129,17 @@ struct DepthwiseTilesWeightGrad {
     ptx::copy_commit();
   }
 
+  // Writes zeros to the place after the ring of x. A member reads them whose plane is outside of the block's
+  // part while another member's is inside.
+  __device__ __forceinline__ void clear_spare() const {
+    if constexpr (C::kMembers > 1) {
+      for (int i = threadIdx.x; i < Slab<Inputs>::kSize; i += C::kThreads)
+        inputs.shared[kRing * Slab<Inputs>::kSize + i] = Scalar{};
+    }
+  }
+
   __device__ __forceinline__ void march() {
+    clear_spare();
     fill(first + C::kFirstShift, 0);
     int number = 0;
 #pragma unroll 1
@@ -129,22 +147,45 @@ struct DepthwiseTilesWeightGrad {
       ptx::copy_wait<0>();
       __syncthreads();
       if (step + 1 < end + C::kLastShift) fill(step + 1, number + 1);
-      const int plane = step - C::kShiftD(tap);
-      if (!works || plane < first || plane >= end) continue;
-      const Scalar* dy_plane =
-          gradients.shared + (number % 2 * C::kStrideD + C::kPhaseD(tap)) * Slab<Gradients>::kSize + dy.start;
-      const Scalar* x_plane = inputs.shared + (plane - first) % kRing * Slab<Inputs>::kSize + x.start;
-      const bool own = adds_bias && C::kShiftD(tap) == 0;
-#pragma unroll 1
-      for (int repeat = 0; repeat < C::kRepeats; ++repeat) {
-        if (C::kBias && own) {
-          add_tile<C::kBias>(x_plane, dy_plane);
-        } else {
-          add_tile<false>(x_plane, dy_plane);
-        }
-        x_plane += Slab<Inputs>::row_offset(C::kTilesH * C::kTileH);
-        dy_plane += Slab<Gradients>::row_offset(C::kTilesH * C::kTileH * C::kStrideH);
+      if (!works) continue;
+      const Scalar* x_planes[C::kMembers];
+      bool any = false, own = false;
+#pragma unroll
+      for (int m = 0; m < C::kMembers; ++m) {
+        const int shift = C::kShift(team * C::kMembers + m), plane = step - shift;
+        const bool inside = plane >= first && plane < end;
+        x_planes[m] =
+            inputs.shared + (inside ? (plane - first) % kRing : kRing) * Slab<Inputs>::kSize + x.start;
+        any |= inside && m < C::kTeamSize(team);
+        own |= inside && m < C::kTeamSize(team) && shift == 0;
       }
+      if (!any) continue;
+      const Scalar* dy_plane = gradients.shared +
+                               (number % 2 * C::kStrideD + C::kTeamPhase(team)) * Slab<Gradients>::kSize +
+                               dy.start;
+      static_for<C::kMembers>([&](auto member) {
+        constexpr int kCount = decltype(member)::value + 1;
+        if constexpr (C::kHasTeamOf(decltype(member)::value)) {
+          if (C::kTeamSize(team) == kCount) add_tiles<kCount>(x_planes, dy_plane, own && adds_bias);
+        }
+      });
+    }
+  }
+
+  // Adds the products of all tiles of the thread with these planes.
+  template <int kCount>
+  __device__ __forceinline__ void add_tiles(const Scalar* (&x_planes)[C::kMembers], const Scalar* dy_plane,
+                                            bool own) {
+#pragma unroll 1
+    for (int repeat = 0; repeat < C::kRepeats; ++repeat) {
+      if (C::kBias && own) {
+        add_tile<C::kBias, kCount>(x_planes, dy_plane);
+      } else {
+        add_tile<false, kCount>(x_planes, dy_plane);
+      }
+#pragma unroll
+      for (int m = 0; m < C::kMembers; ++m) x_planes[m] += Slab<Inputs>::row_offset(C::kTilesH * C::kTileH);
+      dy_plane += Slab<Gradients>::row_offset(C::kTilesH * C::kTileH * C::kStrideH);
     }
   }
 
@@ -153,15 +194,17 @@ struct DepthwiseTilesWeightGrad {
     __syncthreads();
     float* own = totals + threadIdx.x * kTotals;
 #pragma unroll
-    for (int t = 0; t < kSums; ++t) own[t] = sum[t];
-    if constexpr (C::kBias) own[kSums] = (bias[0] + bias[1]) + (bias[2] + bias[3]);
+    for (int i = 0; i < kAllSums; ++i) own[i] = sum[i / kSums][i % kSums];
+    if constexpr (C::kBias) own[kAllSums] = (bias[0] + bias[1]) + (bias[2] + bias[3]);
     __syncthreads();
     constexpr int kTaps = C::kKernelD * kSums;
     const int groups =
         C::kGroups - first_group < C::kGroupsOfBlock ? C::kGroups - first_group : C::kGroupsOfBlock;
     float* parts = static_cast<float*>(args.parts) + (split * C::kGroups + first_group) * kPairs * kTaps;
-    for (int i = threadIdx.x; i < groups * kPairs * kTaps; i += C::kThreads)
-      parts[i] = total(totals, i / kTaps, i % kTaps / kSums, i % kSums);
+    for (int i = threadIdx.x; i < groups * kPairs * kTaps; i += C::kThreads) {
+      const int place = C::kPlaceOfTap(i % kTaps / kSums);  // team, and member of it
+      parts[i] = total(totals, i / kTaps, place / C::kMembers, place % C::kMembers * kSums + i % kSums);
+    }
     if constexpr (C::kBias) {
       float* bias_parts =
           static_cast<float*>(args.bias_parts) + (split * C::kGroups + first_group) * C::kOuts;
@@ -169,17 +212,17 @@ struct DepthwiseTilesWeightGrad {
         float all = 0.0f;
         const int channel =
             i / C::kOuts * kPairs + i % C::kOuts;  // the pair with the group's first channel of x
-        for (int t = 0; t < C::kKernelD; ++t) all += total(totals, channel, t, kSums);
+        for (int t = 0; t < C::kTeams; ++t) all += total(totals, channel, t, kAllSums);
         bias_parts[i] = all;
       }
     }
   }
 
-  static __device__ __forceinline__ float total(const float* totals, int channel, int tap, int index) {
+  static __device__ __forceinline__ float total(float* totals, int channel, int team, int index) {
     float all = 0.0f;
     for (int tile = 0; tile < kTiles; ++tile) {
       const int lane = C::kLast ? tile * C::kChannels + channel : channel * kTiles + tile;
-      all += totals[(tap * kLanes + lane) * kTotals + index];
+      all += totals[(team * kLanes + lane) * kTotals + index];
     }
     return all;
   }
@@ -236,11 +279,11 @@ __device__ void run(const Args& args) {
                 SlabReader<Inputs>(of_x, tile_h, tile_w)};
   kernel.works = works;
   kernel.adds_bias = channel % Kernel::kPairs < C::kOuts;
-  kernel.tap = static_cast<int>(threadIdx.x) / Kernel::kLanes;
+  kernel.team = static_cast<int>(threadIdx.x) / Kernel::kLanes;
   kernel.first = part * args.length;
   kernel.end = args.x_size.d - kernel.first < args.length ? args.x_size.d : kernel.first + args.length;
 #pragma unroll
-  for (int t = 0; t < Kernel::kSums; ++t) kernel.sum[t] = 0.0f;
+  for (int i = 0; i < Kernel::kAllSums; ++i) kernel.sum[i / Kernel::kSums][i % Kernel::kSums] = 0.0f;
 #pragma unroll
   for (int i = 0; i < Kernel::kBiasSums; ++i) kernel.bias[i] = 0.0f;
   kernel.march();

@@ -11,7 +11,7 @@
 // channels.
 #pragma once
 
-#include "common.cuh"
+#include "widen_two.cuh"
 
 namespace tconv3d {
 
@@ -135,11 +135,16 @@ struct SlabReader {
     } else {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const Vector<Scalar, Whole::kPiece> piece = load_vector<Whole::kPiece>(line + at[v]);
+        const Vector<unsigned, 4> piece = load_vector<4>(reinterpret_cast<const unsigned*>(line + at[v]));
 #pragma unroll
         for (int e = 0; e < Whole::kPiece; ++e) {
           const int i = v * Whole::kPiece + e - kFirst;
-          if (i >= 0 && i < L::kReads) values[i] = widen<float>(piece.at[e]);
+          if (i < 0 || i >= L::kReads) continue;
+          if constexpr (sizeof(Scalar) == 4) {
+            values[i] = ptx::bits_to_float(piece.at[e]);
+          } else {
+            values[i] = Widen<Scalar>::of(piece.at[e / 2], e % 2 == 1);
+          }
         }
       }
     }

@@ -8,7 +8,7 @@ layer (`planning/repertoire.py`), so that most new volumes use a kernel that is 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from math import inf, prod
 
@@ -43,6 +43,8 @@ MOST_PER_GROUP = 16  # channels of a group on either side
 MOST_TERMS = 1024  # products that are added to one sum, which bounds its rounding error
 MOST_PRODUCTS = 8192  # multiply-adds of the unrolled code
 TILES = ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (1, 16))  # candidates for positions of a thread along h, w
+ROWS = ((1, 4), (1, 8), (2, 8), (1, 16))  # the candidates of threads that take one row of taps after another
+MANY_TAPS = 250  # taps whose products with a tile of 16 positions are 4000 instructions, 64 KB
 FINALISTS = 8  # tilings that are compared at several lengths along depth
 THREADS = 256  # the most threads of a block
 FEW_THREADS = 128  # blocks of contiguous tensors with fewer threads may have several channels
@@ -56,15 +58,12 @@ class Tiling:
     side: Side
     slab: Slab
     stored: int = 1  # neighbouring outputs that a thread stores at once
+    by_rows: bool = False  # a thread takes one row of taps after another
 
     @property
     def window(self) -> int:
         """Positions along depth whose sums a thread has; 1 if the ring holds all planes of a position."""
-        depth = self.side.gathers[0]
-        if depth.input_step == 1:
-            return 1
-        first, last = _lags(depth)
-        return last - first + 1
+        return _window(self.side.gathers[0])
 
     @property
     def active(self) -> int:
@@ -91,8 +90,17 @@ class Tiling:
         The compiler merges the loops over rows of the taps that read the same plane, so that weights of several taps
         are in registers at a time.
         """
+        if self.by_rows:
+            return (
+                self.sums * self.window + self.sharing * self.side.problem.geometry.kernel[2] + self.slab.reads + 24
+            )
         weights = self.plane_taps * (2 if self.window > 1 else 1)
         return self.sums * self.window + weights + 2 * self.slab.reads + 40
+
+    @property
+    def sharing(self) -> int:
+        """The most taps along depth that read the same plane of x for a window of positions."""
+        return -(-self.side.problem.geometry.kernel[0] // self.side.gathers[0].input_step)
 
     @property
     def ring(self) -> int:
@@ -102,8 +110,9 @@ class Tiling:
 
     @property
     def shared_bytes(self) -> int:
-        kernel_d = self.side.problem.geometry.kernel[0]
-        pitch = self.plane_taps if self.slab.last else -(-self.plane_taps // 4) * 4
+        kernel_d, kernel_h, kernel_w = self.side.problem.geometry.kernel
+        row = kernel_w if self.slab.last or not self.by_rows else -(-kernel_w // 4) * 4
+        pitch = kernel_h * row if self.slab.last else -(-kernel_h * row // 4) * 4
         return self.ring * self.slab.bytes + 4 * self.slab.threads * self.side.reduced * kernel_d * pitch
 
     @property
@@ -124,7 +133,8 @@ class Tiling:
         return -(-h // (s.tiles_h * s.tile_h)), -(-w // (s.tiles_w * s.tile_w)), -(-channels // s.threads)
 
     def fits(self, device: Device) -> bool:
-        copies = 1 if self.window == 1 else self.side.problem.geometry.kernel[0]
+        kernel_d, kernel_h, _ = self.side.problem.geometry.kernel
+        copies = 1 if self.window == 1 else kernel_d / (kernel_h if self.by_rows else 1)
         return (
             self.slab.fits
             and self.registers <= MAX_REGISTERS
@@ -139,6 +149,15 @@ class Tiling:
         With a window, the rows of a plane are read once for all taps along depth that read the plane.
         """
         s, taps = self.slab, self.plane_taps
+        if self.by_rows:
+            _, kernel_h, kernel_w = self.side.problem.geometry.kernel
+            weights = kernel_h * (kernel_w if s.last else -(-kernel_w // 4))
+            rows, sharing = (
+                kernel_h * s.tile_h,
+                self.side.problem.geometry.kernel[0] / self.side.gathers[0].input_step,
+            )
+            issued = self.products + weights + (rows * (s.vectors + s.conversions) + kernel_h * 12) / sharing
+            return max(issued / 4, weights + rows * s.row_wavefronts / sharing)
         weights = taps if s.last else -(-taps // 4)
         sharing = 1.0 if self.window == 1 else self.side.problem.geometry.kernel[0] / self.side.gathers[0].input_step
         issued = self.products + weights + s.rows_read * (s.vectors + s.conversions) / sharing + 12
@@ -189,19 +208,25 @@ def _span(gather: Gather) -> int:
     return gather.reach[1] - gather.reach[0] + 1
 
 
+def _window(depth: Gather) -> int:
+    """Returns the positions along depth that a plane feeds, or 1 if the ring holds all planes of a position."""
+    first, last = _lags(depth)
+    return 1 if depth.input_step == 1 else last - first + 1
+
+
 def _lags(depth: Gather) -> tuple[int, int]:
     """Returns the least and the greatest number of steps from a position to the planes that feed it."""
     return depth.reach[0] // depth.input_step, depth.reach[1] // depth.input_step
 
 
-def _candidates(side: Side, device: Device) -> list[Tiling]:
+def _candidates(side: Side, device: Device, by_rows: bool) -> list[Tiling]:
     problem = side.problem
     _, h, w = side.gathers
     span_h, span_w = _span(h), _span(w)
     last, groups = is_channels_last(side.x), problem.geometry.groups
     grains_x = grains(problem, side.x, side.x_size[2], groups * side.reduced)
     found = []
-    for tile_h, tile_w in TILES:
+    for tile_h, tile_w in ROWS if by_rows else TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
         for tiles_h, tiles_w in product(*counts):
             for count in _channels(last, groups, side, tiles_h * tiles_w):
@@ -211,7 +236,9 @@ def _candidates(side: Side, device: Device) -> list[Tiling]:
                          readers=(0,) * side.outs, group=side.reduced)
                     for grain in grains_x
                 ]  # fmt: skip
-                tilings = [tiling for tiling in (Tiling(side, slab) for slab in slabs) if tiling.fits(device)]
+                tilings = [
+                    tiling for tiling in (Tiling(side, slab, 1, by_rows) for slab in slabs) if tiling.fits(device)
+                ]
                 found += sorted(tilings, key=lambda tiling: tiling.plane_cycles)[:1]
     return found
 
@@ -241,9 +268,9 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _own(problem: Problem, device: Device) -> Choice | None:
+def _own(problem: Problem, device: Device, by_rows: bool) -> Choice | None:
     """Returns the choice with the fewest cycles by the model for this volume, or None if none fits."""
-    found = _candidates(Side.of(problem), device)
+    found = _candidates(Side.of(problem), device, by_rows)
     nominal = -(-problem.input_size[0] // 3)
     found = sorted(found, key=lambda tiling: tiling.cycles(nominal, device))[:FINALISTS]
     found = [replace(tiling, slab=tiling.slab.settled()) for tiling in found]
@@ -252,33 +279,33 @@ def _own(problem: Problem, device: Device) -> Choice | None:
     return None if best is None else (best.slab, _stored(best))
 
 
-def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | None:
+def _of_choice(problem: Problem, device: Device, choice: Choice, by_rows: bool) -> Tiling | None:
     """Returns the tiling of a choice with copies and stores as wide as this volume's lines allow, or None."""
     side, (slab, stored) = Side.of(problem), choice
     widest = grains(problem, side.x, side.x_size[2], problem.geometry.groups * side.reduced)[0]
-    tiling = Tiling(side, replace(slab, grain=min(slab.grain, widest)))
+    tiling = Tiling(side, replace(slab, grain=min(slab.grain, widest)), 1, by_rows)
     return replace(tiling, stored=min(stored, _stored(tiling))) if tiling.fits(device) else None
 
 
-def _tiling(problem: Problem, device: Device) -> Tiling | None:
+def _tiling(problem: Problem, device: Device, by_rows: bool = False) -> Tiling | None:
     """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
     types = problem.dtype, problem.activation, is_channels_last(problem.input), is_channels_last(problem.output)
 
     def cost(choice: Choice, _: float) -> float:
-        tiling = _of_choice(problem, device, choice)
+        tiling = _of_choice(problem, device, choice, by_rows)
         return inf if tiling is None else tiling.cycles(tiling.length(device), device)
 
     choice = _repertoire.choose(
-        (problem.which, problem.geometry, *types, device),
+        (problem.which, problem.geometry, *types, device, by_rows),
         (problem.batch, problem.input_size),
-        lambda: _own(problem, device),
-        lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
+        lambda: _own(problem, device, by_rows),
+        lambda: (found for each in typical_problems(problem) if (found := _own(each, device, by_rows)) is not None),
         cost,
     )
-    return None if choice is None else _of_choice(problem, device, choice)
+    return None if choice is None else _of_choice(problem, device, choice, by_rows)
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
+def why_not(problem: Problem, device: Device, by_rows: bool = False) -> str | None:
     g = problem.geometry
     if problem.which not in PASSES:
         return "it computes forward pass and input gradient"
@@ -295,7 +322,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"sums of {side.terms} products need partial sums"
     if side.positions * g.groups * side.outs >= 2**31 or max(side.x_size[2], side.y_size[2]) >= 2**28:
         return "the volume is too large"
-    if _tiling(problem, device) is None:
+    if by_rows and _window(side.gathers[0]) == 1:
+        return "positions along depth have all their planes in shared memory"
+    if by_rows and g.taps < MANY_TAPS:
+        return "the products of all taps are few instructions"
+    if _tiling(problem, device, by_rows) is None:
         return "no tile fits registers and shared memory"
     return None
 
@@ -303,19 +334,25 @@ def why_not(problem: Problem, device: Device) -> str | None:
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 
+KERNEL = "depthwise_tiles"
+BY_ROWS = "depthwise_rows"  # threads take one row of taps after another
+
+
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    return offers.one_by_one(PASSES, "depthwise_tiles", wanted, device, why_not, work, plan)
+    answers = offers.one_by_one(PASSES, KERNEL, wanted, device, why_not, work, plan)
+    asks = partial(why_not, by_rows=True), partial(work, by_rows=True), partial(plan, by_rows=True)
+    return [*answers, *offers.one_by_one((Pass.INPUT_GRAD,), BY_ROWS, wanted, device, *asks)]
 
 
-def work(problem: Problem, device: Device) -> Work:
+def work(problem: Problem, device: Device, by_rows: bool = False) -> Work:
     """Returns the work of the launch: cycles by the model."""
-    tiling = _tiling(problem, device)
+    tiling = _tiling(problem, device, by_rows)
     cycles = inf if tiling is None else tiling.cycles(tiling.length(device), device)
     return Work(1, cycles, tensor_cores=False)
 
 
-def plan(problem: Problem, device: Device) -> Plan:
-    tiling = _tiling(problem, device)
+def plan(problem: Problem, device: Device, by_rows: bool = False) -> Plan:
+    tiling = _tiling(problem, device, by_rows)
     assert tiling is not None, problem
     side, slab, length = tiling.side, tiling.slab, tiling.length(device)
     parts = -(-side.grid[0] // length)
@@ -335,7 +372,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         by_parts=parts,
     )
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
-    return Plan("depthwise_tiles", "multiply-adds, planes in shared memory", (launch,), tile=tile)
+    return Plan(BY_ROWS if by_rows else KERNEL, "multiply-adds, planes in shared memory", (launch,), tile=tile)
 
 
 def _stored(tiling: Tiling) -> int:
@@ -352,15 +389,17 @@ def _constants(tiling: Tiling) -> Constants:
     side, slab, problem = tiling.side, tiling.slab, tiling.side.problem
     d, h, w = side.gathers
     _, axis_h, axis_w = problem.geometry.axes
+    channels = problem.geometry.groups * side.outs
     return (
         ("Scalar", SCALARS[problem.dtype]),
         ("Epilogue", problem.activation),
-        ("kOutChannels", problem.geometry.groups * side.outs),
+        ("kOutChannels", channels),
         ("kReduced", side.reduced),
         ("kOuts", side.outs),
         ("kChannelsX", slab.channels),
         *block_constants(slab),
         ("kStored", tiling.stored),
+        ("kStepY", side.y[4] if side.y[4] in (1, channels) else 0),
         *axis_constants(problem.geometry.axes, "kernel"),
         *axis_constants(side.gathers, "input_step", "phases"),
         *((f"kMin{n}", gather.reach[0]) for n, gather in zip("DHW", side.gathers, strict=True)),
@@ -375,6 +414,7 @@ def _constants(tiling: Tiling) -> Constants:
         ("kTapStepD", d.tap_step),
         ("kFirstOffsetD", d.first_offset),
         ("kOffsetStepD", d.offset_step),
+        ("kByRows", tiling.by_rows),
         ("kWindow", tiling.window),
         ("kFirstLag", _lags(d)[0]),
         ("kLastLag", _lags(d)[1]),

@@ -7,14 +7,15 @@ format, and the tile of a block. A model of instructions and bytes chooses the t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from math import inf, prod
 
 from ...planning import offers
 from ...planning.calibration import Work
-from ...planning.geometry import Triple
+from ...planning.geometry import Axis, Triple
 from ...planning.launch import Constants, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
@@ -42,6 +43,12 @@ MOST_PLANE_TAPS = 64  # sums of a thread
 MOST_PRODUCTS = 4096  # multiply-adds of the unrolled code
 MOST_TERMS = 768  # products that a thread adds to one sum, which bounds the rounding error of the sum
 TILES = tuple(product((2, 3, 4, 6), (4, 8)))  # candidates for the positions of a thread along h and w
+# Builds whose threads have several taps along depth, and read each row of dy once for all of them.
+MEMBERS = 2, 3  # candidates for these taps
+SHARED_TILES = (4, 4), (6, 4), (2, 8), (4, 8)  # candidates for the positions of a thread
+SHARED_REPEATS = 1, 2  # candidates for the tiles of a thread
+MOST_SHARED_PRODUCTS = 1600  # multiply-adds of the unrolled code: 28 KB of instructions
+MEMBERS_REGISTERS = 24  # beside sums, a tile of x for each member and a row of dy
 REPEATS = 1, 2, 4  # candidates for the tiles of a thread
 CHANNELS = 8, 16, 32  # candidates for the channels of a block if channels are neighbours in memory
 FINALISTS = 8  # tilings that are compared at several lengths along depth
@@ -54,20 +61,26 @@ class Tiling:
     problem: Problem
     gradients: Slab  # planes of dy
     inputs: Slab  # planes of x
+    members: int = 1  # the most taps along depth of a thread
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """Taps along depth that the same threads compute, because they use the same planes of dy."""
+        return _teams(self.problem.geometry.axes[0], self.members)
 
     @property
     def active(self) -> int:
-        """Threads of a tap along depth that have a tile."""
+        """Threads of a team that have a tile."""
         return self.inputs.tiles_h * self.inputs.tiles_w * self.inputs.threads
 
     @property
     def lanes(self) -> int:
-        """Threads of a tap along depth."""
+        """Threads of a team."""
         return -(-self.active // WARP) * WARP
 
-    @property
+    @cached_property
     def threads(self) -> int:
-        return self.lanes * self.problem.geometry.kernel[0]
+        return self.lanes * len(self.teams)
 
     @property
     def plane_taps(self) -> int:
@@ -75,13 +88,15 @@ class Tiling:
 
     @property
     def products(self) -> int:
-        """Multiply-adds of a thread for a tile."""
+        """Multiply-adds of a thread for a tile and one tap along depth."""
         return self.inputs.tile_h * self.inputs.tile_w * self.plane_taps
 
     @property
     def registers(self) -> int:
         """An estimate of the registers per thread."""
         tile = self.inputs.tile_h * self.inputs.tile_w
+        if self.members > 1:
+            return self.members * (self.plane_taps + tile) + self.gradients.reads + MEMBERS_REGISTERS
         return self.plane_taps + tile + 2 * self.gradients.reads + 44
 
     @property
@@ -94,8 +109,9 @@ class Tiling:
     def shared_bytes(self) -> int:
         first, last = self.shifts
         stride = self.problem.geometry.stride[0]
-        planes = 2 * stride * self.gradients.bytes + (last - first + 2) * self.inputs.bytes
-        totals = 4 * self.threads * ((self.plane_taps + self.problem.bias) | 1)
+        ring = last - first + 2 + (self.members > 1)  # and a plane of zeros
+        planes = 2 * stride * self.gradients.bytes + ring * self.inputs.bytes
+        totals = 4 * self.threads * ((self.members * self.plane_taps + self.problem.bias) | 1)
         return max(planes, totals)
 
     def resident(self, device: Device) -> int:
@@ -116,39 +132,44 @@ class Tiling:
         s = self.inputs
         return max(1, MOST_TERMS // (s.tile_h * s.tile_w * s.repeats))
 
-    def fits(self, device: Device) -> bool:
+    @property
+    def compiles(self) -> bool:
+        """Tells whether a thread's tile fits pieces, registers and unrolled code, however many tiles a block has."""
         return (
             self.gradients.fits
             and self.inputs.fits
-            and self.threads <= MOST_THREADS
             and self.registers <= MAX_REGISTERS
-            and self.products <= MOST_PRODUCTS
-            and self.shared_bytes <= device.shared_bytes
+            and self.members * self.products <= (MOST_PRODUCTS if self.members == 1 else MOST_SHARED_PRODUCTS)
         )
 
-    @cached_property
-    def tile_cycles(self) -> float:
-        """Cycles of a multiprocessor for a warp's products of one tile."""
-        dy, x = self.gradients, self.inputs
-        loads = dy.rows_read * (dy.vectors + dy.conversions) + x.tile_h * (x.vectors + x.conversions)
-        own = x.tile_h * x.tile_w * prod(self.problem.geometry.stride) / self.problem.geometry.kernel[0]
-        issued = self.products + loads + (own if self.problem.bias else 0) + 24
-        return max(issued / 4, dy.rows_read * dy.row_wavefronts + x.tile_h * x.row_wavefronts)
+    def fits(self, device: Device) -> bool:
+        return self.compiles and self.threads <= MOST_THREADS and self.shared_bytes <= device.shared_bytes
+
+    def tile_cycles(self, members: int) -> float:
+        """Cycles of a multiprocessor for a warp's products of one tile with as many taps along depth."""
+        dy, x, g = self.gradients, self.inputs, self.problem.geometry
+        rows = members * x.tile_h
+        loads = dy.rows_read * (dy.vectors + dy.conversions) + rows * (x.vectors + x.conversions)
+        own = members * x.tile_h * x.tile_w * prod(g.stride) / g.kernel[0]
+        issued = members * self.products + loads + (own if self.problem.bias else 0) + 24
+        return max(issued / 4, dy.rows_read * dy.row_wavefronts + rows * x.row_wavefronts)
 
     @cached_property
     def step_cycles(self) -> float:
         """Cycles of a multiprocessor for all that a block does with one plane of x."""
-        g, stride = self.problem.geometry, self.problem.geometry.stride[0]
+        stride = self.problem.geometry.stride[0]
         fills = self.gradients.fill_instructions(self.threads, stride) + self.inputs.fill_instructions(self.threads)
-        products = self.tile_cycles * self.inputs.repeats * g.kernel[0] * (self.lanes // WARP)
-        return products + fills * (self.threads // WARP) / 4 + 40
+        sizes = Counter(map(len, self.teams))
+        products = sum(number * self.tile_cycles(size) for size, number in sizes.items())
+        return products * self.inputs.repeats * (self.lanes // WARP) + fills * (self.threads // WARP) / 4 + 40
 
     def cycles(self, length: int, device: Device) -> float:
         """Returns the cycles of the busiest multiprocessor if blocks have `length` planes of x."""
         problem, (first, last) = self.problem, self.shifts
         g, warps = problem.geometry, self.threads // WARP
         parts = -(-problem.input_size[0] // length)
-        block = length * self.step_cycles + 3000 + 4 * g.taps * self.inputs.threads / WARP
+        partly = 1 + (self.members - 1) / (2 * length)  # planes at either end that only some taps of a team use
+        block = length * partly * self.step_cycles + 3000 + 4 * g.taps * self.inputs.threads / WARP
         blocks = prod(self.blocks) * parts * problem.batch
         per_multiprocessor = -(-blocks // device.multiprocessors)
         resident = min(self.resident(device), per_multiprocessor)
@@ -173,7 +194,18 @@ class Tiling:
         return min(fitting, key=lambda length: self.cycles(length, device), default=0)
 
 
-def _candidates(problem: Problem, device: Device) -> list[Tiling]:
+@lru_cache(maxsize=256)
+def _teams(axis: Axis, members: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the taps along depth in teams of up to `members` that use the same planes of dy."""
+    teams: list[tuple[int, ...]] = []
+    for phase in range(axis.stride):
+        taps = [t for t in range(axis.kernel) if axis.phase(t) == phase]
+        count = -(-len(taps) // members)  # teams of about equal size
+        teams += [tuple(taps[len(taps) * i // count : len(taps) * (i + 1) // count]) for i in range(count)]
+    return tuple(teams)
+
+
+def _candidates(problem: Problem, device: Device, shared: bool) -> list[Tiling]:
     _, h, w = problem.geometry.axes
     spans = tuple(axis.dilation * (axis.kernel - 1) + 1 for axis in (h, w))
     last, groups, item = is_channels_last(problem.output), problem.geometry.groups, problem.item_bytes
@@ -181,23 +213,36 @@ def _candidates(problem: Problem, device: Device) -> list[Tiling]:
     pairs = [(i, o) for i in range(g.in_per_group) for o in range(g.out_per_group)]
     grains_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)
     grains_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)
+    most = max(len(team) for team in _teams(problem.geometry.axes[0], max(MEMBERS)))
+    counts = [n for n in MEMBERS if n <= most] if shared else [1]
+
+    def tilings(
+        tile: tuple[int, int], members: int, count: int, tiles: tuple[int, int], repeats: int
+    ) -> list[Tiling]:
+        inputs = Slab(last, item, count * g.in_per_group, *tiles, *tile, 1, 1, 1, 1, 0, grains_x[0], repeats,
+                      tuple(i for i, _ in pairs), g.in_per_group)  # fmt: skip
+        slabs = [
+            replace(inputs, channels=count * g.out_per_group, readers=tuple(o for _, o in pairs),
+                    group=g.out_per_group, step_h=h.stride, step_w=w.stride, span_h=spans[0],
+                    span_w=spans[1], first_w=-w.padding, grain=grain)
+            for grain in grains_dy
+        ]  # fmt: skip
+        return [Tiling(problem, slab, inputs, members) for slab in slabs]
+
     found = []
-    for tile_h, tile_w in TILES:
-        rows, columns = -(-problem.input_size[1] // tile_h), -(-problem.input_size[2] // tile_w)
-        for tiles_w, repeats in product(sides(columns), REPEATS):
+    for tile, members in product(SHARED_TILES if shared else TILES, counts):
+        if not last and not any(each.compiles for each in tilings(tile, members, 1, (1, 1), 1)):
+            continue
+        rows, columns = -(-problem.input_size[1] // tile[0]), -(-problem.input_size[2] // tile[1])
+        for tiles_w, repeats in product(sides(columns), SHARED_REPEATS if shared else REPEATS):
             for tiles_h in sides(-(-rows // repeats)):
                 for count in _channels(last, groups, len(pairs), tiles_h * tiles_w):
-                    inputs = Slab(last, item, count * g.in_per_group, tiles_h, tiles_w, tile_h, tile_w, 1, 1, 1, 1, 0,
-                                  grains_x[0], repeats, tuple(i for i, _ in pairs), g.in_per_group)  # fmt: skip
-                    slabs = [
-                        replace(inputs, channels=count * g.out_per_group, readers=tuple(o for _, o in pairs),
-                                group=g.out_per_group, step_h=h.stride, step_w=w.stride, span_h=spans[0],
-                                span_w=spans[1], first_w=-w.padding, grain=grain)
-                        for grain in grains_dy
-                    ]  # fmt: skip
-                    tilings = [Tiling(problem, slab, inputs) for slab in slabs]
-                    tilings = [tiling for tiling in tilings if tiling.fits(device)]
-                    found += sorted(tilings, key=lambda tiling: tiling.step_cycles)[:1]
+                    fitting = [
+                        each
+                        for each in tilings(tile, members, count, (tiles_h, tiles_w), repeats)
+                        if each.fits(device)
+                    ]
+                    found += sorted(fitting, key=lambda tiling: tiling.step_cycles)[:1]
     return found
 
 
@@ -213,7 +258,7 @@ def _channels(last: bool, groups: int, pairs: int, tiles: int) -> list[int]:
     return sorted({1, max(1, min(groups, WARP // (tiles * pairs)))})
 
 
-Choice = tuple[Slab, Slab]  # the slabs of dy and of x
+Choice = tuple[Slab, Slab, int]  # the slabs of dy and of x, and the most taps along depth of a thread
 _repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
 
 
@@ -224,27 +269,34 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _own(problem: Problem, device: Device) -> Choice | None:
-    """Returns the choice with the fewest cycles by the model for this volume, or None if none fits."""
-    found = _candidates(problem, device)
+def _own(problem: Problem, device: Device, shared: bool) -> Choice | None:
+    """Returns the choice with the fewest cycles by the model for this volume, or None if none fits.
+
+    Sums for the bias are few, so that a build without them is as good with them, unless they make it too large.
+    """
+    if problem.bias:
+        choice = _own(replace(problem, bias=False), device, shared)
+        if choice is None or _of_choice(problem, device, choice) is not None:
+            return choice
+    found = _candidates(problem, device, shared)
 
     def nominal(tiling: Tiling) -> float:
         return tiling.cycles(min(-(-problem.input_size[0] // 3), tiling.longest), device)
 
     found = sorted(found, key=nominal)[:FINALISTS]
     found = [
-        Tiling(problem, tiling.gradients.settled(), tiling.inputs.settled())
+        replace(tiling, gradients=tiling.gradients.settled(), inputs=tiling.inputs.settled())
         for tiling in found
         if tiling.fits(device)
     ]
     found = [tiling for tiling in found if tiling.fits(device) and tiling.length(device) > 0]
     best = min(found, key=lambda tiling: tiling.cycles(tiling.length(device), device), default=None)
-    return None if best is None else (best.gradients, best.inputs)
+    return None if best is None else (best.gradients, best.inputs, best.members)
 
 
 def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | None:
     """Returns the tiling of a choice with copies as wide as this volume's lines allow, or None if it does not fit."""
-    gradients, inputs = choice
+    gradients, inputs, members = choice
     g = problem.geometry
     widest_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)[0]
     widest_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)[0]
@@ -252,11 +304,12 @@ def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | Non
         problem,
         replace(gradients, grain=min(gradients.grain, widest_dy)),
         replace(inputs, grain=min(inputs.grain, widest_x)),
+        members,
     )
     return tiling if tiling.fits(device) and tiling.length(device) > 0 else None
 
 
-def _tiling(problem: Problem, device: Device) -> Tiling | None:
+def _tiling(problem: Problem, device: Device, shared: bool = False) -> Tiling | None:
     """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
 
     def cost(choice: Choice, _: float) -> float:
@@ -264,16 +317,16 @@ def _tiling(problem: Problem, device: Device) -> Tiling | None:
         return inf if tiling is None else tiling.cycles(tiling.length(device), device)
 
     choice = _repertoire.choose(
-        (problem.geometry, problem.dtype, problem.bias, is_channels_last(problem.output), device),
+        (problem.geometry, problem.dtype, problem.bias, is_channels_last(problem.output), device, shared),
         (problem.batch, problem.input_size),
-        lambda: _own(problem, device),
-        lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
+        lambda: _own(problem, device, shared),
+        lambda: (found for each in typical_problems(problem) if (found := _own(each, device, shared)) is not None),
         cost,
     )
     return None if choice is None else _of_choice(problem, device, choice)
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
+def why_not(problem: Problem, device: Device, shared: bool = False) -> str | None:
     g = problem.geometry
     if problem.which is not Pass.WEIGHT_GRAD:
         return "it computes weight gradients"
@@ -292,29 +345,37 @@ def why_not(problem: Problem, device: Device) -> str | None:
         or problem.output_size[2] >= 2**28
     ):
         return "the volume is too large"
-    if _tiling(problem, device) is None:
+    if shared and max(len(team) for team in _teams(problem.geometry.axes[0], max(MEMBERS))) == 1:
+        return "no two taps along depth use the same planes of dy"
+    if _tiling(problem, device, shared) is None:
         return "no tile fits registers, shared memory and workspace"
     return None
 
 
 PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 KERNEL = "depthwise_tiles_weight_grad"
+SHARED = "depthwise_teams_weight_grad"  # threads with several taps along depth
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    ask = KERNEL, wanted, device, why_not, work, plan
-    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    answers: list[Answer] = []
+    for name, shared in ((KERNEL, False), (SHARED, True)):
+        refuses, counts = partial(why_not, shared=shared), partial(work, shared=shared)
+        makes = partial(plan, shared=shared)
+        answers += offers.one_by_one(PASSES, name, wanted, device, refuses, counts, makes)
+        answers += offers.weight_with_bias(name, wanted, device, refuses, counts, makes)
+    return answers
 
 
-def work(problem: Problem, device: Device) -> Work:
+def work(problem: Problem, device: Device, shared: bool = False) -> Work:
     """Returns the work of the launches: cycles by the model."""
-    tiling = _tiling(problem, device)
+    tiling = _tiling(problem, device, shared)
     cycles = inf if tiling is None else tiling.cycles(tiling.length(device), device)
     return Work(2 + problem.bias, cycles, tensor_cores=False)
 
 
-def plan(problem: Problem, device: Device) -> Plan:
-    tiling = _tiling(problem, device)
+def plan(problem: Problem, device: Device, shared: bool = False) -> Plan:
+    tiling = _tiling(problem, device, shared)
     assert tiling is not None, problem
     length, slab = tiling.length(device), tiling.inputs
     parts = -(-problem.input_size[0] // length)
@@ -338,13 +399,17 @@ def plan(problem: Problem, device: Device) -> Plan:
     )
     sums, why = weight_sums(problem, splits), "multiply-adds, planes in shared memory"
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
-    return Plan(KERNEL, why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts", sums.regions)
+    return Plan(
+        SHARED if shared else KERNEL, why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts", sums.regions
+    )
 
 
 def _constants(tiling: Tiling) -> Constants:
     problem, inputs = tiling.problem, tiling.inputs
     d, h, w = axes = problem.geometry.axes
     first, last = tiling.shifts
+    teams = tiling.teams
+    places = {tap: i * tiling.members + m for i, team in enumerate(teams) for m, tap in enumerate(team)}
     return (
         ("Scalar", SCALARS[problem.dtype]),
         ("kGroups", problem.geometry.groups),
@@ -360,10 +425,15 @@ def _constants(tiling: Tiling) -> Constants:
         ("kChannelSkewX", inputs.channel_skew),
         *axis_constants(axes, "kernel", "stride"),
         *axis_constants((h, w), "dilation", "padding"),
+        ("kMembers", tiling.members),
+        ("kTeams", len(teams)),
+        ("kTeamSize", tuple(len(team) for team in teams)),
+        ("kTeamPhase", tuple(d.phase(team[0]) for team in teams)),
+        ("kHasTeamOf", tuple(int(any(len(team) == n for team in teams)) for n in range(1, tiling.members + 1))),
+        ("kShift", tuple(d.shift(team[min(m, len(team) - 1)]) for team in teams for m in range(tiling.members))),
+        ("kPlaceOfTap", tuple(places[t] for t in range(d.kernel))),
         ("kSpanH", tiling.gradients.span_h),
         ("kSpanW", tiling.gradients.span_w),
-        ("kShiftD", tuple(d.shift(t) for t in range(d.kernel))),
-        ("kPhaseD", tuple(d.phase(t) for t in range(d.kernel))),
         ("kFirstShift", first),
         ("kLastShift", last),
         ("kBias", problem.bias),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import UNIT, Layer, allowed_error, passes, poisoned, wrong_elements
 from layers import check as check_layer
-from preferred import counted, preferring
+from preferred import counted, kernels_of, preferring
 from problems import H200, problem
 from weight_gradients import tensors
 
@@ -49,12 +51,29 @@ CASES = [
     *(("whole copies", dtype, last) for dtype, last in ((torch.float32, True), (torch.float16, False))),
     *(("five", torch.float16, last) for last in (False, True)),
 ]
+ROWS = [
+    ("five", torch.float32, False),
+    ("dilated, three phases", torch.bfloat16, True),
+    ("several blocks", torch.float16, False),
+    ("groups", torch.float32, True),
+    ("empty phases", torch.bfloat16, False),
+]
+TEAMS = [
+    ("five", torch.float32, False),
+    ("five", torch.bfloat16, True),
+    ("stride one", torch.bfloat16, False),
+    ("several blocks", torch.float32, True),
+    ("empty phases", torch.float16, False),
+]
+
+
+PREFERRED = "depthwise_tiles", "depthwise_tiles_weight_grad"
 
 
 @pytest.fixture
-def ours(ours: str) -> Iterator[str]:
-    """The kernels with tiles compute all that they can."""
-    with preferring("depthwise_tiles", "depthwise_tiles_weight_grad"):
+def ours(ours: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kernels with tiles compute all that they can, or the parameter's kernels, the first of them first."""
+    with preferring(*getattr(request, "param", PREFERRED)):
         yield ours
 
 
@@ -85,6 +104,25 @@ def check(layer: Layer, dtype: torch.dtype, last: bool, device: str) -> set[str]
 @pytest.mark.parametrize(("name", "dtype", "last"), CASES, ids=str)
 def test_against_float64(name: str, dtype: torch.dtype, last: bool, ours: str) -> None:
     assert {"depthwise_tiles", "depthwise_tiles_weight_grad"} <= check(LAYERS[name], dtype, last, ours)
+
+
+@pytest.mark.parametrize("ours", [(tiles.BY_ROWS, *PREFERRED)], ids=["rows"], indirect=True)
+@pytest.mark.parametrize(("name", "dtype", "last"), ROWS, ids=str)
+def test_rows_of_taps_against_float64(
+    name: str, dtype: torch.dtype, last: bool, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "MANY_TAPS", 0)
+    check(LAYERS[name], dtype, last, ours)
+    wanted = problem(LAYERS[name], Pass.INPUT_GRAD)
+    assert kernels_of({Pass.INPUT_GRAD: wanted}, H200) == {Pass.INPUT_GRAD: tiles.BY_ROWS}
+
+
+@pytest.mark.parametrize("ours", [(tiles_weight_grad.SHARED, *PREFERRED)], ids=["teams"], indirect=True)
+@pytest.mark.parametrize(("name", "dtype", "last"), TEAMS, ids=str)
+def test_teams_of_taps_against_float64(name: str, dtype: torch.dtype, last: bool, ours: str) -> None:
+    check(LAYERS[name], dtype, last, ours)
+    wanted = problem(LAYERS[name], Pass.WEIGHT_GRAD)
+    assert kernels_of({Pass.WEIGHT_GRAD: wanted}, H200) == {Pass.WEIGHT_GRAD: tiles_weight_grad.SHARED}
 
 
 @pytest.mark.slow
@@ -136,7 +174,8 @@ def test_large_kernels_go_to_tiles_and_are_not_far_above_the_floor(kernel: int, 
         wanted = mednext(kernel, which, dtype, last)
         taken, *_ = planner.taken({which: wanted}, H200)
         floor = max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
-        assert taken.kernel == KERNELS[which] or (taken.kernel == "depthwise_lines" and kernel == 5)
+        names = {KERNELS[which], tiles.BY_ROWS, tiles_weight_grad.SHARED}
+        assert taken.kernel in names or (taken.kernel == "depthwise_lines" and kernel == 5)
         assert taken.microseconds < 3 * floor
 
 
@@ -159,6 +198,8 @@ def test_what_they_refuse_and_why() -> None:
     forward, weight = (problem(LAYERS["five"], which) for which in (Pass.FORWARD, Pass.WEIGHT_GRAD))
     assert tiles.why_not(forward, H200) is None and tiles_weight_grad.why_not(weight, H200) is None
     wide = Layer(2, 2, (3, 3, 3), (1, 9, 9), padding=(0, 4, 4), groups=2)
+    apart = Layer(2, 2, (3, 3, 3), (4, 8, 8), (4, 2, 2), groups=2)  # a plane of dy feeds one plane of dx
+    input_grad = problem(LAYERS["five"], Pass.INPUT_GRAD)
     last = channels_last_strides((1, 3, *LAYERS["five"].size))
     for planner_of, refused, reason in (
         (tiles, weight, "forward pass"),
@@ -168,10 +209,14 @@ def test_what_they_refuse_and_why() -> None:
         (tiles, problem(Layer(20, 4, (3, 3, 3), T3), Pass.FORWARD), "channels per group"),
         (tiles_weight_grad, problem(Layer(20, 4, (3, 3, 3), T3), Pass.WEIGHT_GRAD), "pairs"),
         (tiles, problem(wide, Pass.FORWARD), "registers"),
+        (partial(tiles.why_not, by_rows=True), input_grad, "few instructions"),
+        (partial(tiles.why_not, by_rows=True), problem(apart, Pass.INPUT_GRAD), "shared memory"),
+        (partial(tiles_weight_grad.why_not, shared=True), problem(LAYERS["groups"], Pass.WEIGHT_GRAD), "same planes"),
         (tiles_weight_grad, problem(wide, Pass.WEIGHT_GRAD), "registers"),
         (tiles_weight_grad, replace(weight, input=last), "channels-last"),
     ):
-        assert reason in (planner_of.why_not(refused, H200) or "")
+        why_not = planner_of.why_not if isinstance(planner_of, ModuleType) else planner_of
+        assert reason in (why_not(refused, H200) or "")
     assert "workspace" in (tiles_weight_grad.why_not(weight, H200.thrifty) or "")
 
 
