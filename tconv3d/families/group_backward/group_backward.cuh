@@ -1,5 +1,5 @@
 // The gradients of a layer with small groups (at most 8 channels in and out) from one read of dy, on Hopper
-// (sm_90; TF32, and 16-bit types, whose values TF32 represents exactly):
+// (sm_90; TF32, 16-bit types, whose values TF32 represents exactly, and strict float32):
 //   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
 //   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
 //   db[co]         = sum of dy[co], if it is wanted and every output belongs to a position (kBias)
@@ -30,6 +30,13 @@
 // with cp.async into a cell. In a line of dy, cells of one phase along w are consecutive, so that a word of a
 // window is at a constant distance from the first one; cells of dy are an odd number of pieces apart, which
 // avoids bank conflicts.
+//
+// Strict float32 (kHalves == 2) computes three TF32 products of the halves of two values for each product.
+// Tensor cores add at most 32 terms of a sum, the small products first, and ordinary additions the rest. The
+// high half of a value is the value itself, whose last bits tensor cores ignore, so that the many words of dy
+// are split by three instructions each. The error is 2e-7: that of sums of about 200 multiply-adds. The low
+// halves of the weights are in shared memory. A NaN whose only payload is in its last 13 bits may become
+// infinite.
 //
 // Partial sums of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once

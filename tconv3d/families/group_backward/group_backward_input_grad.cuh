@@ -10,30 +10,64 @@ struct GroupInputGrad : GroupTiles<C> {
   using Tiles = GroupTiles<C>;
   using Tiles::args, Tiles::bundle, Tiles::empty, Tiles::full;
   using Tiles::is_inside, Tiles::lane, Tiles::line_step;
-  using Tiles::kHalves, Tiles::kLast, Tiles::kOperand, Tiles::kSlots, Tiles::kTaps, Tiles::kWeightLast;
-  using Tiles::kWidth, Tiles::kWindow;
+  using Tiles::kLast, Tiles::kOperand, Tiles::kQuads, Tiles::kSlots, Tiles::kStrict, Tiles::kTaps;
+  using Tiles::kWidth, Tiles::low_weights;
   using Tiles::offset_of, Tiles::operand, Tiles::release, Tiles::split, Tiles::task_at, Tiles::unit_at;
-  using Tiles::window_at;
-  using typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit;
+  using Tiles::weight_at, Tiles::window_at;
+  using typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit, typename Tiles::Window;
 
   using InputSums = float[kSlots][C::kRows][4];
 
-  // Loads the B operand of every tap: rows co, columns ci.
+  // Taps along w whose products tensor cores add before ordinary additions, in strict float32: 32 terms.
+  static constexpr int kTapsAtOnce = 4;
+
+  // Loads the B operand of every tap; in strict float32 its high half.
   __device__ __forceinline__ void load_weights(unsigned (&to)[kTaps][2]) const {
-    const int in = lane / 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int out = lane % 4 + 4 * half;
-      const bool exists = in < C::kIn && out < C::kOut && in / C::kInPerGroup == out / C::kOutPerGroup;
-      const int at =
-          ((bundle * C::kIn + in) * C::kOutPerGroup + (kWeightLast ? 0 : out % C::kOutPerGroup)) * kTaps;
-      const Scalar* const from =
-          static_cast<const Scalar*>(args.weight) + (at + (kWeightLast ? out % C::kOutPerGroup : 0));
+    for (int quad = 0; quad < 2; ++quad) {
 #pragma unroll
-      for (int t = 0; t < kTaps; ++t) {
-        to[t][half] = exists ? operand(load_constant(from + t * (kWeightLast ? C::kOutPerGroup : 1))) : 0u;
-      }
+      for (int t = 0; t < kTaps; ++t) to[t][quad] = operand(weight_at(t, lane, quad));
     }
+  }
+
+  // Takes the A operand of a tap along w, or its low half: words of two adjacent positions.
+  template <bool kLow, int kTap>
+  static __device__ __forceinline__ void take_rows(unsigned (&a)[4], const Window (&windows)[kQuads]) {
+    constexpr int kFirst = kTap * C::kDilationW, kSecond = kFirst + C::kStrideW;
+    a[2] = a[3] = 0u;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const unsigned* const words = kLow ? windows[quad].low : windows[quad].high;
+      a[2 * quad] = words[kFirst];
+      a[2 * quad + 1] = words[kSecond];
+    }
+  }
+
+  // Multiplies the windows of a line with all taps along w, from tap kFirst of the kernel on, as three TF32
+  // products.
+  template <int kFirst>
+  __device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned (&weights)[kTaps][2],
+                                                  const Window (&windows)[kQuads]) const {
+    static_for<(C::kKernelW + kTapsAtOnce - 1) / kTapsAtOnce>([&](auto i) {
+      constexpr int kBegin = decltype(i)::value * kTapsAtOnce;
+      constexpr int kCount = C::kKernelW - kBegin < kTapsAtOnce ? C::kKernelW - kBegin : kTapsAtOnce;
+      float part[4] = {};
+      unsigned high[4], low[4];
+      static_for<kCount>([&](auto t) {
+        constexpr int kTap = kBegin + decltype(t)::value;
+        take_rows<false, kTap>(high, windows);
+        take_rows<true, kTap>(low, windows);
+        const uint2 loaded = ptx::load_shared_again(low_weights + ((kFirst + kTap) * 32 + lane) * 8);
+        const unsigned low_weight[2] = {loaded.x, loaded.y};
+        Tiles::multiply_small(part, high, low, weights[kFirst + kTap], low_weight);
+      });
+      static_for<kCount>([&](auto t) {
+        constexpr int kTap = kBegin + decltype(t)::value;
+        take_rows<false, kTap>(high, windows);
+        ptx::warp_multiply<kOperand>(part, high, weights[kFirst + kTap]);
+      });
+      Tiles::add(sum, part);
+    });
   }
 
   template <int kPhase, bool kInside>
@@ -41,22 +75,22 @@ struct GroupInputGrad : GroupTiles<C> {
                                             const Task& task, const Unit& unit, int plane, int stage) const {
     const int first = C::kStrideH * unit.h - C::kPaddingH;
     const int word = C::kStrideW * (unit.w + lane / 4 * 2) - C::kPaddingW;
-    const Scalar* from[kHalves];
+    const Scalar* from[kQuads];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      from[half] = window_at(stage, task, lane % 4 + 4 * half, plane, first, unit.w + lane / 4 * 2);
+    for (int quad = 0; quad < kQuads; ++quad) {
+      from[quad] = window_at(stage, task, lane % 4 + 4 * quad, plane, first, unit.w + lane / 4 * 2);
     }
-    unsigned windows[2][kWindow];
+    Window windows[kQuads];
     float unused;
     Tiles::template for_each_line<kInside>(
         first,
         [&](auto l) {
           constexpr int kLine = decltype(l)::value;
 #pragma unroll
-          for (int half = 0; half < kHalves; ++half) {
-            Tiles::template load_window<kInside, false>(windows[half], unused,
-                                                        from[half] + kLine * line_step(), word,
-                                                        C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
+          for (int quad = 0; quad < kQuads; ++quad) {
+            Tiles::template load_window<kInside, false>(windows[quad], unused,
+                                                        from[quad] + kLine * line_step(), word,
+                                                        C::kOut % 4 == 0 || lane % 4 + 4 * quad < C::kOut);
           }
         },
         [&](auto r, auto t_h) {
@@ -64,16 +98,15 @@ struct GroupInputGrad : GroupTiles<C> {
             constexpr int kRow = decltype(r)::value, kD = decltype(t_d)::value;
             constexpr int kFirstTap = (kD * C::kKernelH + decltype(t_h)::value) * C::kKernelW;
             constexpr int kSlot = C::kMaxShiftD - C::kShiftD(kD);
-            static_for<C::kKernelW>([&](auto t_w) {
-              constexpr int kTap = decltype(t_w)::value;
-              constexpr int kFirst = kTap * C::kDilationW, kSecond = kFirst + C::kStrideW;
-              unsigned a[4] = {windows[0][kFirst], windows[0][kSecond], 0u, 0u};
-              if constexpr (kHalves == 2) {
-                a[2] = windows[1][kFirst];
-                a[3] = windows[1][kSecond];
-              }
-              ptx::warp_multiply<kOperand>(sums[kSlot][kRow], a, weights[kFirstTap + kTap]);
-            });
+            if constexpr (kStrict) {
+              multiply_halves<kFirstTap>(sums[kSlot][kRow], weights, windows);
+            } else {
+              static_for<C::kKernelW>([&](auto t_w) {
+                unsigned a[4];
+                take_rows<false, decltype(t_w)::value>(a, windows);
+                ptx::warp_multiply<kOperand>(sums[kSlot][kRow], a, weights[kFirstTap + decltype(t_w)::value]);
+              });
+            }
           });
         });
   }

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
+from math import isqrt, prod
 
-from ...planning import offers, tensor_cores
+from ...planning import calibration, offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
 from ...planning.launch import Constants, Launch, axis_constants
@@ -37,6 +37,11 @@ MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # most registers per thread for weights, and for the sums of the weight gradient
 MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
+HALVES_PRODUCTS = 3  # matrix instructions for a product in strict float32
+# Cycles of a multiprocessor per matrix instruction of strict float32, derived: tensor cores take 1.8, and so do the
+# four schedulers for the 7.2 instructions per matrix instruction. Both are assumed to wait for a third of the time.
+MATRIX_CYCLES = 2.9
+COPIED_PER_CYCLE = 16  # bytes that a multiprocessor of an H200 copies per cycle
 START_PLANES = 3  # latency of a column's first planes, in the time that it takes to compute one plane of dy
 
 
@@ -113,6 +118,14 @@ class Tile:
         return (self.lines if _last(self.problem) else bundled(g) * g.in_per_group) * self.pitch_x
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of dy and x that a block copies for a position along d."""
+        p, g = self.problem, self.problem.geometry
+        dy = g.stride[0] * self.lines_of_dy * p.output_size[2] * g.out_per_group
+        x = self.lines * p.input_size[2] * g.in_per_group if self.weight_grad else 0
+        return bundled(g) * (dy + x) * p.item_bytes
+
+    @property
     def slots(self) -> int:
         least, largest = shifts(self.problem.geometry.axes[0])
         return largest - least + 1
@@ -126,7 +139,8 @@ class Tile:
         g = self.problem.geometry
         rings = stages * self.stage_bytes + self.stages_x(stages) * self.stage_x_bytes
         passed = 4 * _other_warps(self.problem)[1] * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
-        return BARRIER_BYTES + max(rings, passed)
+        low_weights = 64 * 4 * g.taps if _strict(self.problem) else 0
+        return BARRIER_BYTES + low_weights + max(rings, passed)
 
     @property
     def stages(self) -> int:
@@ -174,6 +188,7 @@ class Split:
 
     length: int  # positions along d of a column
     segments: int  # columns along d
+    cost: float  # positions along d of all columns of the busiest block, with those at the ends of columns
     tasks: int  # columns of a bundle in the whole batch
     splits: int  # blocks that share the columns of a bundle
 
@@ -182,16 +197,18 @@ def split_of(problem: Problem, tile: Tile, bundles: int, device: Device) -> Spli
     depth = problem.input_size[0]
     splits = max(1, device.multiprocessors // bundles)
     least, largest = shifts(problem.geometry.axes[0])
-    found = []
-    for segments in range(1, depth + 1):
-        length = -(-depth // segments)
-        if -(-depth // length) != segments:
+    found, root = [], isqrt(depth)
+    # Lengths that columns of equal lengths may have: one for each number of segments, which are few for large depths.
+    lengths = {-(-depth // segments) for segments in range(1, root + 1)} | set(range(1, root + 2))
+    for length in sorted(lengths, reverse=True):
+        segments = -(-depth // length)
+        if -(-depth // segments) != length:
             continue
         tasks = problem.batch * tile.columns * segments
         rounds = -(-tasks // min(splits, tasks))
         cost = rounds * (length + largest - least + START_PLANES / problem.geometry.stride[0])
-        found.append((cost, Split(length, segments, tasks, min(splits, tasks))))
-    return min(found, key=lambda pair: pair[0])[1]
+        found.append(Split(length, segments, cost, tasks, min(splits, tasks)))
+    return min(found, key=lambda split: split.cost)
 
 
 # ---- The interface of the family to the planner.
@@ -205,7 +222,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     g = problem.geometry
-    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP):
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP, in_halves=problem.loose):
         return refusal
     if not 2 <= min(g.in_per_group, g.out_per_group) <= max(g.in_per_group, g.out_per_group) <= CHANNELS:
         return f"fewer than 2 or more than {CHANNELS} channels per group"
@@ -227,6 +244,15 @@ def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
 def _last(p: Problem) -> bool:
     """Tells whether x and dy are channels-last."""
     return p.input[1] == p.output[1] == 1 and p.input[4] > 1
+
+
+def _strict(p: Problem) -> bool:
+    """Tells whether every product is computed as three TF32 products.
+
+    The kernel splits values in fewer instructions than others do, with a relative error of 2e-7: it takes no layers
+    whose float32 products must stay exact to the last bit.
+    """
+    return p.dtype == "float32" and not p.tf32
 
 
 def _other_warps(p: Problem) -> tuple[int, int]:
@@ -270,14 +296,28 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
     if len(together) < 2:
         return alone
     first = next(iter(together.values()))
-    both = Work(2, products=sum(p.flops / 2 for which, p in together.items() if which is not Pass.BIAS_GRAD))
-    make = partial(_plan, together, device)
-    return [*alone, Offer("group_backward", tuple(together), first, device, lambda: both, make)]
+    factor = calibration.surcharge("group_backward", device, calibration.kind_of(first))
+    counted, make = partial(_work, together, device), partial(_plan, together, device)
+    return [*alone, Offer("group_backward", tuple(together), first, device, counted, make, surcharge=factor)]
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of the launches for one gradient, with the number of its products."""
-    return Work(2 if problem.which is Pass.WEIGHT_GRAD else 1, products=problem.flops / 2)
+    """Returns the work of the launches for one gradient."""
+    return _work({problem.which: problem}, device)
+
+
+def _work(wanted: Wanted, device: Device) -> Work:
+    """Returns the products of all gradients; in strict float32, the cycles of the busiest multiprocessor."""
+    p, launches = next(iter(wanted.values())), 2 if Pass.WEIGHT_GRAD in wanted else 1
+    if not _strict(p):
+        return Work(launches, products=sum(p.flops / 2 for which, p in wanted.items() if which is not Pass.BIAS_GRAD))
+    tile, g = tile_of(p, Pass.WEIGHT_GRAD in wanted, device), p.geometry
+    assert tile is not None, "the work of a problem that why_not() refuses"
+    instructions = (g.taps if Pass.INPUT_GRAD in wanted else 0) + (2 * products(g) if launches == 2 else 0)
+    computing = tile.bands * tile.chunks * ROWS * HALVES_PRODUCTS * instructions * MATRIX_CYCLES
+    copying = tile.copied_bytes / COPIED_PER_CYCLE
+    planes = split_of(p, tile, g.groups // bundled(g), device).cost
+    return Work(launches, cycles=planes * max(computing, copying))
 
 
 def _plan(wanted: Wanted, device: Device) -> Plan:
@@ -351,6 +391,7 @@ def _constants(
     least, largest = shifts(depth)
     return (
         ("Scalar", SCALARS[p.dtype]),
+        ("kHalves", 2 if _strict(p) else 1),
         ("kIn", groups * g.in_per_group),
         ("kOut", groups * g.out_per_group),
         ("kInPerGroup", g.in_per_group),
