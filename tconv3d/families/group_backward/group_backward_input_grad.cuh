@@ -12,9 +12,11 @@ struct GroupInputGrad : GroupTiles<C> {
   using Tiles::is_inside, Tiles::lane, Tiles::line_step;
   using Tiles::kLast, Tiles::kOperand, Tiles::kQuads, Tiles::kSlots, Tiles::kStrict, Tiles::kTaps;
   using Tiles::kWidth, Tiles::low_weights;
-  using Tiles::offset_of, Tiles::operand, Tiles::release, Tiles::split, Tiles::task_at, Tiles::unit_at;
+  using Tiles::offset_of, Tiles::operand, Tiles::release, Tiles::slice, Tiles::split, Tiles::task_at,
+      Tiles::unit_at;
   using Tiles::weight_at, Tiles::window_at;
-  using typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit, typename Tiles::Window;
+  using typename Tiles::Rings, typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit,
+      typename Tiles::Window;
 
   using InputSums = float[kSlots][C::kRows][4];
 
@@ -111,8 +113,42 @@ struct GroupInputGrad : GroupTiles<C> {
         });
   }
 
+  // The sums of one slice of output channels after another, at the places of dx. In float32 this is dx
+  // itself.
+  __device__ __forceinline__ float* slice_sums() const {
+    return static_cast<float*>(sizeof(Scalar) == 4 ? args.dx : args.dx_sums);
+  }
+
+  // Sets sums to those of earlier slices, which the same lane has stored, or to zero.
+  __device__ __forceinline__ void start(float (&sums)[C::kRows][4], const Task& task, const Unit& unit,
+                                        int d) const {
+    const bool exists = C::kSlices > 1 && slice > 0 && d < task.end;
+    const int w = unit.w + lane / 4 * 2, in = lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) {
+      const int h = unit.h + r;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[r][i] = 0.0f;
+        if (exists && h < args.size.h && in + i % 2 < C::kIn && w + i / 2 < args.size.w) {
+          sums[r][i] = slice_sums()[offset_of(args.dx_strides, task.n, bundle * C::kIn + in + i % 2, d, h) +
+                                    (w + i / 2) * args.dx_strides.w];
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void store_positions(const float (&sums)[C::kRows][4], const Task& task,
                                                   const Unit& unit, int d) const {
+    if (sizeof(Scalar) != 4 && slice + 1 < C::kSlices) {
+      store_positions(slice_sums(), sums, task, unit, d);
+    } else {
+      store_positions(static_cast<Scalar*>(args.dx), sums, task, unit, d);
+    }
+  }
+  template <class Result>
+  __device__ __forceinline__ void store_positions(Result* dx, const float (&sums)[C::kRows][4],
+                                                  const Task& task, const Unit& unit, int d) const {
     const int w = unit.w + lane / 4 * 2;
     if (w >= args.size.w) return;
 #pragma unroll
@@ -123,32 +159,32 @@ struct GroupInputGrad : GroupTiles<C> {
         if constexpr (kLast) {  // two channels of one position
           const int in = lane % 4 * 2;
           if (h >= args.size.h || in >= C::kIn || w + e >= args.size.w) continue;
-          store_vector(static_cast<Scalar*>(args.dx) + (w + e) * args.dx_strides.w +
+          store_vector(dx + (w + e) * args.dx_strides.w +
                            offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h),
-                       Vector<Scalar, 2>{Narrow<Scalar>::from(sums[r][2 * e]),
-                                         Narrow<Scalar>::from(sums[r][2 * e + 1])});
+                       Vector<Result, 2>{Narrow<Result>::from(sums[r][2 * e]),
+                                         Narrow<Result>::from(sums[r][2 * e + 1])});
           continue;
         }
         const int in = lane % 4 * 2 + e;
         if (h >= args.size.h || in >= C::kIn) continue;
-        Scalar* const to = static_cast<Scalar*>(args.dx) + w +
-                           offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h);
-        const Vector<Scalar, 2> both{Narrow<Scalar>::from(sums[r][e]), Narrow<Scalar>::from(sums[r][2 + e])};
+        Result* const to = dx + w + offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h);
+        const Vector<Result, 2> both{Narrow<Result>::from(sums[r][e]), Narrow<Result>::from(sums[r][2 + e])};
         store_pair<false>(to, both, w + 1 < args.size.w);
       }
     }
   }
 
-  __device__ __forceinline__ void input_grad(int index_of_unit) const {
+  __device__ __forceinline__ void input_grad(int index_of_unit, Rings& rings) const {
     const bool exists = index_of_unit < args.bands * args.chunks;
     unsigned weights[kTaps][2];
     load_weights(weights);
-    Ring stage;
+    Ring stage = rings.dy;
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
       const Unit unit = unit_at(task, index_of_unit);
       const bool inside = is_inside(unit.h, unit.w, kWidth);
       InputSums sums = {};
+      start(sums[kSlots - 1], task, unit, exists ? task.begin : task.end);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
         static_for<C::kStrideD>([&](auto phase) {
           constexpr int kPhase = decltype(phase)::value;
@@ -165,20 +201,15 @@ struct GroupInputGrad : GroupTiles<C> {
         });
         const int done = q - C::kMaxShiftD;
         if (exists && done >= task.begin) store_positions(sums[0], task, unit, done);
-        static_for<kSlots>([&](auto s) {
+        static_for<kSlots - 1>([&](auto s) {
           constexpr int kSlot = decltype(s)::value;
 #pragma unroll
-          for (int i = 0; i < 4 * C::kRows; ++i) {
-            float& sum = sums[kSlot][i / 4][i % 4];
-            if constexpr (kSlot + 1 < Tiles::kSlots) {
-              sum = sums[kSlot + 1][i / 4][i % 4];
-            } else {
-              sum = 0.0f;
-            }
-          }
+          for (int i = 0; i < 4 * C::kRows; ++i) sums[kSlot][i / 4][i % 4] = sums[kSlot + 1][i / 4][i % 4];
         });
+        start(sums[kSlots - 1], task, unit, exists ? q + 1 - C::kMinShiftD : task.end);
       }
     }
+    if constexpr (C::kSlices > 1) rings.dy = stage;
   }
 };
 

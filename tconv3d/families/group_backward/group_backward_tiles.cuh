@@ -27,14 +27,22 @@ struct GroupTiles {
   // Elements in shared memory: the low halves of all weights, as lanes of the input gradient's warps take
   // them.
   static constexpr int kLowWeights = kStrict && C::kInputWarps > 0 ? 64 * kTaps : 0;
-  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // pieces of a cell
+  static constexpr int kPieceX = C::kIn * kItem % 16 == 0 ? 16 : 8;  // bytes of a piece of x
+  static constexpr int kPieces = C::kOut * kItem / 16,
+                       kPiecesX = C::kIn * kItem / kPieceX;  // pieces of a cell
   static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
 
-  static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
+  static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 8 == 0), "whole pieces");
+  static_assert(C::kSlices == 1 || (!kStrict && C::kIn == C::kInPerGroup), "slices of one group");
   static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (C::kProducers + kConsumers));
 
   struct Task {
     int n, h, begin, end;
+  };
+  // Where a warp is in the rings of dy and of x: at the stage that it copies or uses next. A warp of the
+  // weight gradient uses the stages of x from `x`, that of the oldest position in use, up to `next_x`.
+  struct Rings {
+    Ring dy, x, next_x;
   };
   // Words of a line of dy as operands. In strict float32 they are high halves, and their low halves are
   // beside them.
@@ -44,7 +52,7 @@ struct GroupTiles {
   };
 
   const Args& args;
-  int bundle, split;
+  int bundle, split, slice = 0;
   int warp, lane;
   unsigned char* stages;
   unsigned char* stages_x;
@@ -61,6 +69,12 @@ struct GroupTiles {
     low_weights = barriers + kBarriers;
     stages = dynamic_shared<unsigned char>() + kBarriers + kLowBytes;
     stages_x = stages + args.stages * stage_bytes();
+  }
+
+  // Returns the first output channel that the block computes now, and the place of one in its group.
+  __device__ __forceinline__ int first_out() const { return (bundle * C::kSlices + slice) * C::kOut; }
+  __device__ __forceinline__ int out_in_group(int out) const {
+    return (slice * C::kOut + out) % C::kOutPerGroup;
   }
 
   // Returns the number of lines of dy that a tile needs.
@@ -101,8 +115,9 @@ struct GroupTiles {
   __device__ __forceinline__ float weight_at(int tap, int of_lane, int quad) const {
     const int in = of_lane / 4, out = of_lane % 4 + 4 * quad;
     if (in >= C::kIn || out >= C::kOut || in / C::kInPerGroup != out / C::kOutPerGroup) return 0.0f;
-    const int of_group = out % C::kOutPerGroup, channel = (bundle * C::kIn + in) * C::kOutPerGroup;
-    const int first = kWeightLast ? channel * kTaps + of_group : (channel + of_group) * kTaps;
+    const int channel = (bundle * C::kIn + in) * C::kOutPerGroup;
+    const int first =
+        kWeightLast ? channel * kTaps + out_in_group(out) : (channel + out_in_group(out)) * kTaps;
     const Scalar* const from = static_cast<const Scalar*>(args.weight) + first;
     return widen<float>(load_constant(from + tap * (kWeightLast ? C::kOutPerGroup : 1)));
   }
@@ -211,7 +226,7 @@ struct GroupTiles {
   __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
                                                      int position) const {
     const int from = max(first_line(task), 0);
-    const int skip = skipped(args.dy_strides, task.n, bundle * C::kOut + c, plane, from);
+    const int skip = skipped(args.dy_strides, task.n, first_out() + c, plane, from);
     const int first = windows_apart(position) - (kLast ? 0 : C::kPaddingW);
     const int at = ((line - from) * line_step() + first) * kItem;
     const int channel = c * (kLast ? kItem : args.pitch);

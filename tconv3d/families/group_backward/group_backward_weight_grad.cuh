@@ -16,7 +16,8 @@ struct GroupWeightGrad : GroupTiles<C> {
   using Tiles::meet, Tiles::operand, Tiles::release, Tiles::skipped, Tiles::split;
   using Tiles::stage_x_bytes, Tiles::stages, Tiles::stages_x, Tiles::task_at, Tiles::window_at;
   using Tiles::windows_apart;
-  using typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit, typename Tiles::Window;
+  using typename Tiles::Rings, typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit,
+      typename Tiles::Window;
 
   // Matrix instructions have 16 rows, which are filled in the way that needs fewer products in a phase: two
   // taps along w times 8 output channels of dy, with input channels as columns; or (rows_are_x) two taps
@@ -248,7 +249,7 @@ struct GroupWeightGrad : GroupTiles<C> {
     });
   }
 
-  __device__ __forceinline__ void weight_grad(int first_unit) const {
+  __device__ __forceinline__ void weight_grad(int first_unit, Rings& rings) const {
     WeightSums sums = {};
     float bias = 0.0f;
     Totals totals;
@@ -259,7 +260,7 @@ struct GroupWeightGrad : GroupTiles<C> {
     // A warp continues in the next plane where it stopped, so that all warps get equal numbers of units.
     Unit unit{0, first_unit * 8};
     const int width = args.chunks * kWidth, lines = args.bands * C::kRows;
-    Ring stage, stage_x, next_x;  // stage_x: that of the oldest position in use
+    Ring stage = rings.dy, stage_x = rings.x, next_x = rings.next_x;
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
@@ -301,6 +302,7 @@ struct GroupWeightGrad : GroupTiles<C> {
         }
       }
     }
+    if constexpr (C::kSlices > 1) rings = Rings{stage, stage_x, next_x};
     if constexpr (kStrict) {
       add_to_totals(totals, sums, bias);
 #pragma unroll
@@ -340,7 +342,7 @@ struct GroupWeightGrad : GroupTiles<C> {
       const int d = half ? kProduct.d[1] : kProduct.d[0], w = half ? kProduct.w[1] : kProduct.w[0];
       if (d < 0 || w < 0 || in >= C::kIn || out >= C::kOut) return;
       if (in / C::kInPerGroup != out / C::kOutPerGroup) return;
-      const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup;
+      const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + Tiles::out_in_group(out);
       static_cast<float*>(args.parts)[split * args.dw_pitch + static_cast<long long>(channels) * kTaps +
                                       (d * C::kKernelH + kProduct.h) * C::kKernelW + w] = sum;
     });
@@ -348,7 +350,7 @@ struct GroupWeightGrad : GroupTiles<C> {
       float sum = 0.0f;
 #pragma unroll
       for (int from = 0; from < C::kWeightWarps; ++from) sum += passed_bias()[from * 8 + threadIdx.x];
-      static_cast<float*>(args.bias_parts)[split * args.db_pitch + bundle * C::kOut + threadIdx.x] = sum;
+      static_cast<float*>(args.bias_parts)[split * args.db_pitch + Tiles::first_out() + threadIdx.x] = sum;
     }
   }
 };
