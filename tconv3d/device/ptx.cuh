@@ -102,6 +102,12 @@ __device__ __forceinline__ uint4 load_shared(unsigned address) {
                : "memory");
   return value;
 }
+// Loads 8 bytes each time it is called: the compiler does not keep them in registers for a later call.
+__device__ __forceinline__ uint2 load_shared_again(unsigned address) {
+  uint2 value;
+  asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
 __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                :

@@ -155,10 +155,12 @@ def surcharge(kernel: str, device: Device, kind: str = "") -> float:
     gpu = gpus.known(device)
     name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
     kinds, others = measured(name).get(kernel, {}), derived(name).get(kernel, {})
-    if kind in kinds or (kinds and kind not in others):
-        return 1.0
-    found = others.get(kind) or others.get("any", {})
-    return float(found.get("surcharge", DERIVED_SURCHARGE)) if others else inf
+    for each in (kind, kind.replace(ODD_LINES, CONTIGUOUS), "any"):
+        if each in kinds or (each == "any" and kinds):
+            return 1.0
+        if each in others:
+            return float(others[each].get("surcharge", DERIVED_SURCHARGE))
+    return inf
 
 
 def calibrated(device: Device) -> bool:

@@ -127,6 +127,13 @@ TWINS = (
         Case(GROUPS, wanted=("input", "weight")),
     ),
     Twin(
+        "group_backward",
+        "group_backward",
+        "C::kSlices > 1 && slice > 0 && d < task.end",
+        "C::kSlices > 1 && slice > 1 && d < task.end",
+        Case(Layer(4, 24, (3, 4, 14), T3, T2, T1, batch=1), "bfloat16", wanted=("input",)),
+    ),
+    Twin(
         "halo",
         "halo",
         "(at.w + Config::kOrigin(origin, 2) + w) *",

@@ -87,6 +87,14 @@ inline uint4 load_shared(unsigned address) {
   std::memcpy(&value, from, sizeof value);
   return value;
 }
+inline uint2 load_shared_again(unsigned address) {
+  if (address % 8u) emulator::fail("an 8-byte load from shared memory at %u", address);
+  uint2 value;
+  const void* from = emulator::shared_pointer(address, sizeof value);
+  emulator::races::read(from, sizeof value);
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
 inline void store_shared(unsigned address, uint4 value) {
   if (address % 16u) emulator::fail("a 16-byte store to shared memory at %u", address);
   void* to = emulator::shared_pointer(address, sizeof value);

@@ -19,6 +19,7 @@ GROUP_BACKWARD = Arguments(
     x=CONST_POINTER("The input; null without the weight gradient."),
     weight=CONST_POINTER("The weight, contiguous or channels-last; null without the input gradient."),
     dx=POINTER("The gradient of the input, or null."),
+    dx_sums=POINTER("Sums in float32 at the places of dx, for 16-bit layers with several slices; or null."),
     parts=POINTER("Partial sums of the weight gradient, [splits], each like the weight; or null."),
     bias_parts=POINTER("Partial sums of the bias gradient, [splits], each like the bias; or null."),
     dy_strides=STRIDES("Strides of dy, whose lines (or rows of channels) lie one after another."),

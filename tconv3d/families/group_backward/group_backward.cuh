@@ -1,5 +1,5 @@
-// The gradients of a layer with small groups (at most 8 channels in and out) from one read of dy, on Hopper
-// (sm_90; TF32, and 16-bit types, whose values TF32 represents exactly):
+// The gradients of a layer with small groups (at most 8 input channels) from one read of dy, on Hopper
+// (sm_90; TF32, 16-bit types, whose values TF32 represents exactly, and strict float32):
 //   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
 //   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
 //   db[co]         = sum of dy[co], if it is wanted and every output belongs to a position (kBias)
@@ -26,10 +26,22 @@
 // Runs may begin at any address: copies begin at the preceding multiple of 16 bytes. With a stride of 2 and
 // an odd distance between channels, the windows of four channels begin in different banks.
 //
-// For channels-last tensors (kLast) the producers copy a bundle's part of every position, pieces of 16 bytes,
-// with cp.async into a cell. In a line of dy, cells of one phase along w are consecutive, so that a word of a
-// window is at a constant distance from the first one; cells of dy are an odd number of pieces apart, which
-// avoids bank conflicts.
+// For channels-last tensors (kLast) the producers copy a bundle's part of every position, pieces of 16 bytes
+// (or 8 of x), with cp.async into a cell. In a line of dy, cells of one phase along w are consecutive, so
+// that a word of a window is at a constant distance from the first one; cells of dy are an odd number of
+// pieces apart, which avoids bank conflicts.
+//
+// More than 8 output channels of a group are divided into slices (kSlices). A block loops over all its
+// columns for one slice after another. Sums for dx continue from those of earlier slices, which the same lane
+// has stored: in dx itself, or in float32 in the workspace for 16-bit types. Sums for dw and db end with each
+// slice.
+//
+// Strict float32 (kHalves == 2) computes three TF32 products of the halves of two values for each product.
+// Tensor cores add at most 32 terms of a sum, the small products first, and ordinary additions the rest. The
+// high half of a value is the value itself, whose last bits tensor cores ignore, so that the many words of dy
+// are split by three instructions each. The error is 2e-7: that of sums of about 200 multiply-adds. The low
+// halves of the weights are in shared memory. A NaN whose only payload is in its last 13 bits may become
+// infinite.
 //
 // Partial sums of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once
@@ -40,26 +52,47 @@
 
 namespace tconv3d {
 
+// Computes all columns of the block for the bundle, or for a slice of its output channels.
 template <class Config>
-__device__ void run(const Args& args) {
-  ptx::launch_dependents();
-  const GroupTiles<Config> tiles(args);
-  tiles.prepare();
+__device__ __forceinline__ void compute(const GroupTiles<Config>& tiles,
+                                        typename GroupTiles<Config>::Rings& rings) {
   constexpr int kFirst = Config::kProducers, kFirstOfWeight = kFirst + Config::kInputWarps;
   if (tiles.warp < kFirst) {
-    GroupProducer<Config>{tiles}.produce();
+    GroupProducer<Config>{tiles}.produce(rings);
   } else if (tiles.warp < kFirstOfWeight) {
-    if constexpr (Config::kInputWarps > 0) GroupInputGrad<Config>{tiles}.input_grad(tiles.warp - kFirst);
+    if constexpr (Config::kInputWarps > 0) {
+      GroupInputGrad<Config>{tiles}.input_grad(tiles.warp - kFirst, rings);
+    }
   }
   if constexpr (Config::kWeightWarps > 0) {
     const GroupWeightGrad<Config> weights{tiles};
     if (tiles.warp >= kFirstOfWeight) {
-      weights.weight_grad(tiles.warp - kFirstOfWeight);
+      weights.weight_grad(tiles.warp - kFirstOfWeight, rings);
     } else {
       tiles.meet();
     }
     tiles.meet();
     weights.store_weights();
+  }
+}
+
+template <class Config>
+__device__ void run(const Args& args) {
+  ptx::launch_dependents();
+  GroupTiles<Config> tiles(args);
+  tiles.prepare();
+  typename GroupTiles<Config>::Rings rings;
+  if constexpr (Config::kSlices == 1) {
+    compute<Config>(tiles, rings);
+  } else {
+#pragma unroll 1
+    for (; tiles.slice < Config::kSlices; ++tiles.slice) {
+      compute<Config>(tiles, rings);
+      if constexpr (Config::kWeightWarps > 0) {  // the next slice is copied to where sums were passed
+        ptx::fence_async_proxy();
+        tiles.meet();
+      }
+    }
   }
 }
 

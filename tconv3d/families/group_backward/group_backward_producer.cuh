@@ -8,12 +8,13 @@ namespace tconv3d {
 template <class C>
 struct GroupProducer : GroupTiles<C> {
   using Tiles = GroupTiles<C>;
-  using Tiles::args, Tiles::bundle, Tiles::empty, Tiles::empty_x, Tiles::first_line, Tiles::full;
+  using Tiles::args, Tiles::bundle, Tiles::empty, Tiles::empty_x, Tiles::first_line, Tiles::first_out,
+      Tiles::full;
   using Tiles::full_x, Tiles::lane, Tiles::offset_of, Tiles::split, Tiles::stage_bytes;
   using Tiles::kCell, Tiles::kCellX, Tiles::kItem, Tiles::kLast, Tiles::kLines, Tiles::kPieces;
-  using Tiles::kPiecesX;
+  using Tiles::kPiecesX, Tiles::kPieceX;
   using Tiles::stage_x_bytes, Tiles::stages, Tiles::stages_x, Tiles::task_at, Tiles::warp;
-  using typename Tiles::Scalar, typename Tiles::Task;
+  using typename Tiles::Rings, typename Tiles::Scalar, typename Tiles::Task;
 
   // Copies a run of a tensor by a bulk copy, extended to multiples of 16 bytes at both ends. The bulk copy
   // must not read past the tensor's last multiple of 16 bytes: the lane copies the elements beyond it itself.
@@ -34,15 +35,15 @@ struct GroupProducer : GroupTiles<C> {
   }
 
   // Copies a bundle's pieces of the positions of a line. to_of(position) returns the address of a cell.
-  template <int kPieces, class To>
+  template <int kPieces, int kBytes, class To>
   __device__ __forceinline__ void copy_cells(const void* tensor, long long first, int width, long long step,
                                              To&& to_of) const {
     const int piece = lane % kPieces;
-    const unsigned char* from = static_cast<const unsigned char*>(tensor) + first * kItem + 16 * piece;
+    const unsigned char* from = static_cast<const unsigned char*>(tensor) + first * kItem + kBytes * piece;
     from += lane / kPieces * (step * kItem);
 #pragma unroll 4
     for (int w = lane / kPieces; w < width; w += 32 / kPieces) {
-      ptx::copy_words_of_line<4>(to_of(w) + 16 * piece, from, true);
+      ptx::copy_words_of_line<kBytes / 4>(to_of(w) + kBytes * piece, from, true);
       from += 32 / kPieces * (step * kItem);
     }
   }
@@ -59,13 +60,13 @@ struct GroupProducer : GroupTiles<C> {
     if constexpr (kLast) {
       for (int line = warp; line < lines; line += C::kProducers) {
         unsigned char* const to = stages + stage * stage_bytes() + line * (C::kStrideW * args.pitch);
-        copy_cells<kPieces>(args.dy, offset_of(args.dy_strides, task.n, bundle * C::kOut, plane, from + line),
-                            args.dy_size.w, args.dy_strides.w, [&](int w) { return to + cell_at(w); });
+        copy_cells<kPieces, 16>(args.dy, offset_of(args.dy_strides, task.n, first_out(), plane, from + line),
+                                args.dy_size.w, args.dy_strides.w, [&](int w) { return to + cell_at(w); });
       }
       ptx::copy_arrive(full(stage));
     } else if (lane < C::kOut) {
       copy(stages + stage * stage_bytes() + lane * args.pitch, args.dy,
-           offset_of(args.dy_strides, task.n, bundle * C::kOut + lane, plane, from),
+           offset_of(args.dy_strides, task.n, first_out() + lane, plane, from),
            max(lines, 0) * args.dy_size.w, args.dy_count, full(stage));
     }
   }
@@ -75,8 +76,9 @@ struct GroupProducer : GroupTiles<C> {
     if constexpr (kLast) {
       for (int line = warp; line < lines; line += C::kProducers) {
         unsigned char* const to = stages_x + stage * stage_x_bytes() + line * args.pitch_x;
-        copy_cells<kPiecesX>(args.x, offset_of(args.x_strides, task.n, bundle * C::kIn, plane, task.h + line),
-                             args.size.w, args.x_strides.w, [&](int w) { return to + w * (kCellX * kItem); });
+        copy_cells<kPiecesX, kPieceX>(
+            args.x, offset_of(args.x_strides, task.n, bundle * C::kIn, plane, task.h + line), args.size.w,
+            args.x_strides.w, [&](int w) { return to + w * (kCellX * kItem); });
       }
       ptx::copy_arrive(full_x(stage));
     } else if (lane < C::kIn) {
@@ -86,8 +88,8 @@ struct GroupProducer : GroupTiles<C> {
     }
   }
 
-  __device__ __forceinline__ void produce() const {
-    Ring stage, stage_x;
+  __device__ __forceinline__ void produce(Rings& rings) const {
+    Ring &stage = rings.dy, &stage_x = rings.x;
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {

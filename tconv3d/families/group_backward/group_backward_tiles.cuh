@@ -19,26 +19,44 @@ struct GroupTiles {
   static constexpr int kLines = C::kStrideH * (C::kRows - 1) + C::kDilationH * (C::kKernelH - 1) + 1;
   static constexpr int kWindow = C::kStrideW + C::kDilationW * (C::kKernelW - 1) + 1;
   static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;  // positions along d that a plane reaches
-  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // halves of K that have channels
+  static constexpr int kQuads = C::kOut > 4 ? 2 : 1;                // fours of output channels
   static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
   static constexpr bool kLast = C::kLast, kWeightLast = C::kWeightLast;
-  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // pieces of a cell
+  static constexpr bool kStrict = C::kHalves == 2;
+  // Elements in shared memory: the low halves of all weights, as lanes of the input gradient's warps take
+  // them.
+  static constexpr int kLowWeights = kStrict && C::kInputWarps > 0 ? 64 * kTaps : 0;
+  static constexpr int kPieceX = C::kIn * kItem % 16 == 0 ? 16 : 8;  // bytes of a piece of x
+  static constexpr int kPieces = C::kOut * kItem / 16,
+                       kPiecesX = C::kIn * kItem / kPieceX;  // pieces of a cell
   static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
 
-  static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
+  static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 8 == 0), "whole pieces");
+  static_assert(C::kSlices == 1 || (!kStrict && C::kIn == C::kInPerGroup), "slices of one group");
   static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (C::kProducers + kConsumers));
 
   struct Task {
     int n, h, begin, end;
   };
+  // Where a warp is in the rings of dy and of x: at the stage that it copies or uses next. A warp of the
+  // weight gradient uses the stages of x from `x`, that of the oldest position in use, up to `next_x`.
+  struct Rings {
+    Ring dy, x, next_x;
+  };
+  // Words of a line of dy as operands. In strict float32 they are high halves, and their low halves are
+  // beside them.
+  struct Window {
+    unsigned high[kWindow];
+    unsigned low[kStrict ? kWindow : 1];
+  };
 
   const Args& args;
-  int bundle, split;
+  int bundle, split, slice = 0;
   int warp, lane;
   unsigned char* stages;
   unsigned char* stages_x;
-  unsigned barriers;
+  unsigned barriers, low_weights;
 
   __device__ __forceinline__ GroupTiles(const Args& arguments)
       : args(arguments),
@@ -46,10 +64,17 @@ struct GroupTiles {
         split(static_cast<int>(blockIdx.x) / C::kBundles),
         warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
         lane(static_cast<int>(threadIdx.x) % 32) {
-    constexpr int kBarriers = 16 * 2 * C::kMaxStages;
+    constexpr int kBarriers = 16 * 2 * C::kMaxStages, kLowBytes = 4 * kLowWeights;
     barriers = ptx::shared_address(dynamic_shared<unsigned char>());
-    stages = dynamic_shared<unsigned char>() + kBarriers;
+    low_weights = barriers + kBarriers;
+    stages = dynamic_shared<unsigned char>() + kBarriers + kLowBytes;
     stages_x = stages + args.stages * stage_bytes();
+  }
+
+  // Returns the first output channel that the block computes now, and the place of one in its group.
+  __device__ __forceinline__ int first_out() const { return (bundle * C::kSlices + slice) * C::kOut; }
+  __device__ __forceinline__ int out_in_group(int out) const {
+    return (slice * C::kOut + out) % C::kOutPerGroup;
   }
 
   // Returns the number of lines of dy that a tile needs.
@@ -77,7 +102,24 @@ struct GroupTiles {
       }
       ptx::fence_barrier_init();
     }
+    if constexpr (kLowWeights > 0) {
+      for (int i = threadIdx.x; i < kLowWeights; i += C::kThreads) {
+        reinterpret_cast<unsigned*>(stages)[i - kLowWeights] =
+            low_operand(weight_at(i / 64, i / 2 % 32, i % 2));
+      }
+    }
     __syncthreads();
+  }
+
+  // Returns an element of the B operand of a tap, whose rows are co and whose columns are ci.
+  __device__ __forceinline__ float weight_at(int tap, int of_lane, int quad) const {
+    const int in = of_lane / 4, out = of_lane % 4 + 4 * quad;
+    if (in >= C::kIn || out >= C::kOut || in / C::kInPerGroup != out / C::kOutPerGroup) return 0.0f;
+    const int channel = (bundle * C::kIn + in) * C::kOutPerGroup;
+    const int first =
+        kWeightLast ? channel * kTaps + out_in_group(out) : (channel + out_in_group(out)) * kTaps;
+    const Scalar* const from = static_cast<const Scalar*>(args.weight) + first;
+    return widen<float>(load_constant(from + tap * (kWeightLast ? C::kOutPerGroup : 1)));
   }
 
   __device__ __forceinline__ Task task_at(int index) const {
@@ -116,12 +158,40 @@ struct GroupTiles {
 
   // ---- Consumers.
 
-  // 16-bit values are exact in TF32 and need no rounding.
+  // Returns the operand of a value. 16-bit values are exact in TF32 and need no rounding. In strict float32
+  // the high half is the value itself: tensor cores read its upper 19 bits.
   static __device__ __forceinline__ unsigned operand(float value) {
-    return kItem == 4 ? OperandOf<float>::bits(value) : ptx::float_to_bits(value);
+    return kItem == 4 && !kStrict ? OperandOf<float>::bits(value) : ptx::float_to_bits(value);
   }
-  static __device__ __forceinline__ unsigned operand(Half value) { return operand(widen<float>(value)); }
-  static __device__ __forceinline__ unsigned operand(BFloat16 value) { return operand(widen<float>(value)); }
+
+  // Returns the rest of a value as its low half, in three instructions. It has the sign of the value, because
+  // the high half is rounded towards zero, and is a unit of the value's last place larger. Twice this unit is
+  // about what a sum of products otherwise lacks: the products of two low halves, the last bits of low
+  // halves, which tensor cores ignore, and what they round off. Because a low half is neither zero nor of the
+  // other sign, an infinite value times both halves of a number is infinite. The minimum replaces NaN, the
+  // low half of an infinite value.
+  static __device__ __forceinline__ float low_half(float value) {
+    const float high = ptx::bits_to_float(ptx::float_to_bits(value) & 0xFFFFE000u);
+    return fminf(fmaf(value, 1.0f + 0x1p-23f, -high), 0x1p118f);
+  }
+  // Rounds a low half to nearest: for values that are used more often than they are split.
+  static __device__ __forceinline__ unsigned low_operand(float value) {
+    return OperandOf<float>::bits(low_half(value));
+  }
+
+  // Adds the product of values in strict float32 to a sum of tensor cores: three TF32 products, small ones
+  // first.
+  static __device__ __forceinline__ void multiply_small(float (&sum)[4], const unsigned (&high_a)[4],
+                                                        const unsigned (&low_a)[4],
+                                                        const unsigned (&high_b)[2],
+                                                        const unsigned (&low_b)[2]) {
+    ptx::warp_multiply<kOperand>(sum, low_a, high_b);
+    ptx::warp_multiply<kOperand>(sum, high_a, low_b);
+  }
+  static __device__ __forceinline__ void add(float (&sum)[4], const float (&part)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += part[i];
+  }
 
   // Whether a tap of one of two adjacent positions reads this word of a window.
   static constexpr bool word_used(int word) {
@@ -156,7 +226,7 @@ struct GroupTiles {
   __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
                                                      int position) const {
     const int from = max(first_line(task), 0);
-    const int skip = skipped(args.dy_strides, task.n, bundle * C::kOut + c, plane, from);
+    const int skip = skipped(args.dy_strides, task.n, first_out() + c, plane, from);
     const int first = windows_apart(position) - (kLast ? 0 : C::kPaddingW);
     const int at = ((line - from) * line_step() + first) * kItem;
     const int channel = c * (kLast ? kItem : args.pitch);
@@ -165,15 +235,16 @@ struct GroupTiles {
 
   // Loads a window; with kSum, also adds the two positions' own outputs to `sum`.
   template <bool kInside, bool kSum>
-  __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], float& sum, const Scalar* from,
-                                              int word, bool exists) const {
+  __device__ __forceinline__ void load_window(Window& to, float& sum, const Scalar* from, int word,
+                                              bool exists) const {
     static_for<kWindow>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
       if constexpr (word_used(kJ)) {
         constexpr bool kSure = kInside && kJ >= C::kPaddingW && kJ < kWindow - C::kPaddingW;
         const bool inside = kSure || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
         const float value = exists && inside ? widen<float>(from[word_at<kJ>()]) : 0.0f;
-        to[kJ] = operand(value);
+        to.high[kJ] = operand(value);
+        if constexpr (kStrict) to.low[kJ] = ptx::float_to_bits(low_half(value));
         if constexpr (kSum && kJ >= C::kPaddingW && kJ < C::kPaddingW + 2 * C::kStrideW) sum += value;
       }
     });

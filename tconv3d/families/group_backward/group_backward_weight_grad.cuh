@@ -11,12 +11,13 @@ struct GroupWeightGrad : GroupTiles<C> {
   using Tiles = GroupTiles<C>;
   using Tiles::args, Tiles::bundle, Tiles::empty, Tiles::empty_x, Tiles::first_line;
   using Tiles::full, Tiles::full_x, Tiles::is_inside, Tiles::lane, Tiles::line_step;
-  using Tiles::kCellX, Tiles::kItem, Tiles::kLast, Tiles::kOperand, Tiles::kTaps, Tiles::kWidth;
-  using Tiles::kWindow;
+  using Tiles::kCellX, Tiles::kItem, Tiles::kLast, Tiles::kOperand, Tiles::kStrict;
+  using Tiles::kTaps, Tiles::kWidth;
   using Tiles::meet, Tiles::operand, Tiles::release, Tiles::skipped, Tiles::split;
   using Tiles::stage_x_bytes, Tiles::stages, Tiles::stages_x, Tiles::task_at, Tiles::window_at;
   using Tiles::windows_apart;
-  using typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit;
+  using typename Tiles::Rings, typename Tiles::Scalar, typename Tiles::Task, typename Tiles::Unit,
+      typename Tiles::Window;
 
   // Matrix instructions have 16 rows, which are filled in the way that needs fewer products in a phase: two
   // taps along w times 8 output channels of dy, with input channels as columns; or (rows_are_x) two taps
@@ -65,10 +66,20 @@ struct GroupWeightGrad : GroupTiles<C> {
   }
 
   using WeightSums = float[kProducts][4];
-  // x of two adjacent positions, by tap of the phase and line. One extra tap at the end is zero.
+  // x of two adjacent positions, by tap of the phase and line, and low halves of it. One extra tap is zero.
   template <int kPhase>
   struct Positions {
     unsigned at[taps_of(kPhase) + 1][C::kRows][2];
+    unsigned low[kStrict ? taps_of(kPhase) + 1 : 1][C::kRows][2];
+  };
+
+  // Strict float32 adds up sums of kUnitsAtOnce units (some more, since it counts between planes) by
+  // compensated additions, so that the error does not grow with the number of positions. The totals, and what
+  // these additions round off, are in local memory: there are no registers left. Volatile, they do not
+  // displace values in use.
+  static constexpr int kUnitsAtOnce = 16, kTotals = kStrict ? kSums + 1 : 1;
+  struct Totals {
+    volatile float total[kTotals], rest[kTotals];
   };
 
   // Addresses that a lane reads for a plane: its channel of dy, and x at the positions along d that the
@@ -113,44 +124,82 @@ struct GroupWeightGrad : GroupTiles<C> {
         for (int e = 0; e < 2; ++e) {
           const bool inside = kInside || (unit.h + r < args.size.h && w + e < args.size.w);
           const int at = (offset + r * args.size.w + e) * kPositionX;
-          to.at[i][r][e] = plane.exists[i] && inside ? operand(plane.x[i][at]) : 0u;
+          const float value = plane.exists[i] && inside ? widen<float>(plane.x[i][at]) : 0.0f;
+          to.at[i][r][e] = operand(value);
+          if constexpr (kStrict) to.low[i][r][e] = Tiles::low_operand(value);
         }
       }
     });
 #pragma unroll
-    for (int r = 0; r < C::kRows; ++r) to.at[taps_of(kPhase)][r][0] = to.at[taps_of(kPhase)][r][1] = 0u;
+    for (int r = 0; r < C::kRows; ++r) {
+      to.at[taps_of(kPhase)][r][0] = to.at[taps_of(kPhase)][r][1] = 0u;
+      if constexpr (kStrict) to.low[taps_of(kPhase)][r][0] = to.low[taps_of(kPhase)][r][1] = 0u;
+    }
+  }
+
+  // Multiplies operands, or their halves, and adds the product to the sums of a product.
+  static __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&high_a)[4],
+                                                  const unsigned (&low_a)[4], const unsigned (&high_b)[2],
+                                                  const unsigned (&low_b)[2]) {
+    if constexpr (kStrict) {
+      float part[4] = {};
+      Tiles::multiply_small(part, high_a, low_a, high_b, low_b);
+      ptx::warp_multiply<kOperand>(part, high_a, high_b);
+      Tiles::add(sum, part);
+    } else {
+      ptx::warp_multiply<kOperand>(sum, high_a, high_b);
+    }
+  }
+
+  // Fragments that hold two taps of x (rows), or one tap of dy (columns).
+  template <int kPhase, int kRow, int kPair>
+  static __device__ __forceinline__ void take_x(unsigned (&a)[4],
+                                                const unsigned (&x)[taps_of(kPhase) + 1][C::kRows][2]) {
+    const auto &one = x[2 * kPair][kRow], &other = x[2 * kPair + 1][kRow];
+    a[0] = one[0], a[1] = other[0], a[2] = one[1], a[3] = other[1];
+  }
+  template <int kWord>
+  static __device__ __forceinline__ void take_columns(unsigned (&b)[2], const unsigned* words) {
+    b[0] = words[kWord], b[1] = words[kWord + C::kStrideW];
+  }
+  // Fragment that holds two taps of dy along w (rows), of which the second may not exist.
+  template <int kPair>
+  static __device__ __forceinline__ void take_rows(unsigned (&a)[4], const unsigned* words) {
+    constexpr int kWord = 2 * kPair * C::kDilationW, kSecond = kWord + C::kDilationW;
+    a[0] = words[kWord], a[2] = words[kWord + C::kStrideW], a[1] = a[3] = 0u;
+    if constexpr (2 * kPair + 1 < C::kKernelW) a[1] = words[kSecond], a[3] = words[kSecond + C::kStrideW];
   }
 
   // Multiplies one line of dy with the row of positions that reads it at tap kH.
   template <int kPhase, int kH, int kRow>
-  static __device__ __forceinline__ void multiply_line(WeightSums& sums, const unsigned (&window)[kWindow],
+  static __device__ __forceinline__ void multiply_line(WeightSums& sums, const Window& window,
                                                        const Positions<kPhase>& x) {
     constexpr int kFirst = products_before(kPhase), kTaps = taps_of(kPhase);
+    unsigned a[4], low_a[4], b[2], low_b[2];
     if constexpr (rows_are_x(kPhase)) {
       static_for<half_up(kTaps)>([&](auto pair) {
         constexpr int kPair = decltype(pair)::value;
-        const auto& one = x.at[2 * kPair][kRow];
-        const auto& other = x.at[2 * kPair + 1][kRow];
-        const unsigned a[4] = {one[0], other[0], one[1], other[1]};
+        take_x<kPhase, kRow, kPair>(a, x.at);
+        if constexpr (kStrict) take_x<kPhase, kRow, kPair>(low_a, x.low);
         static_for<C::kKernelW>([&](auto t) {
           constexpr int kWord = decltype(t)::value * C::kDilationW;
-          const unsigned b[2] = {window[kWord], window[kWord + C::kStrideW]};
-          ptx::warp_multiply<kOperand>(
-              sums[kFirst + (kPair * C::kKernelH + kH) * C::kKernelW + decltype(t)::value], a, b);
+          take_columns<kWord>(b, window.high);
+          if constexpr (kStrict) take_columns<kWord>(low_b, window.low);
+          multiply(sums[kFirst + (kPair * C::kKernelH + kH) * C::kKernelW + decltype(t)::value], a, low_a, b,
+                   low_b);
         });
       });
     } else {
       constexpr int kPairs = half_up(C::kKernelW);
       static_for<kTaps * kPairs>([&](auto i) {
         constexpr int kTap = decltype(i)::value / kPairs, kPair = decltype(i)::value % kPairs;
-        constexpr int kWord = 2 * kPair * C::kDilationW, kSecond = kWord + C::kDilationW;
-        unsigned a[4] = {window[kWord], 0u, window[kWord + C::kStrideW], 0u};
-        if constexpr (2 * kPair + 1 < C::kKernelW) {
-          a[1] = window[kSecond];
-          a[3] = window[kSecond + C::kStrideW];
+        take_rows<kPair>(a, window.high);
+        if constexpr (kStrict) {
+          take_rows<kPair>(low_a, window.low);
+          low_b[0] = x.low[kTap][kRow][0], low_b[1] = x.low[kTap][kRow][1];
         }
-        ptx::warp_multiply<kOperand>(sums[kFirst + (kTap * C::kKernelH + kH) * kPairs + kPair], a,
-                                     x.at[kTap][kRow]);
+        multiply(sums[kFirst + (kTap * C::kKernelH + kH) * kPairs + kPair], a, low_a, x.at[kTap][kRow],
+                 low_b);
       });
     }
   }
@@ -165,7 +214,7 @@ struct GroupWeightGrad : GroupTiles<C> {
     load_positions<kPhase, kInside>(positions, plane, task, unit);
     const Scalar* const from =
         plane.dy + (C::kStrideH * (unit.h - task.h) * line_step() + windows_apart(unit.w));
-    unsigned window[kWindow];
+    Window window;
     Tiles::template for_each_line<kInside>(
         first,
         [&](auto l) {
@@ -179,13 +228,39 @@ struct GroupWeightGrad : GroupTiles<C> {
         });
   }
 
-  __device__ __forceinline__ void weight_grad(int first_unit) const {
+  // Adds the sums of all taps and of the bias to the totals, and clears them.
+  static __device__ __forceinline__ void add_to_totals(Totals& to, WeightSums& sums, float& bias) {
+    constexpr int kAtOnce = 12;  // totals that are loaded together
+    static_for<(kTotals + kAtOnce - 1) / kAtOnce>([&](auto block) {
+      constexpr int kFrom = decltype(block)::value * kAtOnce;
+      constexpr int kCount = kTotals - kFrom < kAtOnce ? kTotals - kFrom : kAtOnce;
+      float total[kCount], rest[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) total[i] = to.total[kFrom + i], rest[i] = to.rest[kFrom + i];
+      static_for<kCount>([&](auto i) {
+        constexpr int kI = decltype(i)::value, kSum = kFrom + kI;
+        float& sum = kSum < kSums ? sums[kSum / 4 % kProducts][kSum % 4] : bias;
+        rest[kI] += sum;
+        ptx::add_with_rest(total[kI], rest[kI], 1.0f);
+        sum = 0.0f;
+      });
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) to.total[kFrom + i] = total[i], to.rest[kFrom + i] = rest[i];
+    });
+  }
+
+  __device__ __forceinline__ void weight_grad(int first_unit, Rings& rings) const {
     WeightSums sums = {};
     float bias = 0.0f;
+    Totals totals;
+    int units = 0;  // units in the sums, which are not in the totals yet
+    if constexpr (kStrict) {
+      for (int i = 0; i < kTotals; ++i) totals.total[i] = totals.rest[i] = 0.0f;
+    }
     // A warp continues in the next plane where it stopped, so that all warps get equal numbers of units.
     Unit unit{0, first_unit * 8};
     const int width = args.chunks * kWidth, lines = args.bands * C::kRows;
-    Ring stage, stage_x, next_x;  // stage_x: that of the oldest position in use
+    Ring stage = rings.dy, stage_x = rings.x, next_x = rings.next_x;
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
@@ -210,6 +285,7 @@ struct GroupWeightGrad : GroupTiles<C> {
               multiply_plane<kPhase, false>(sums, sum, task, here, plane);
             }
             unit.w += C::kWeightWarps * 8;
+            ++units;
           }
           unit.h -= lines;
           if (C::kBias && q >= task.begin && q < task.end) bias += sum;  // other columns count the rest
@@ -220,7 +296,18 @@ struct GroupWeightGrad : GroupTiles<C> {
           release(empty_x(stage_x.index));
           stage_x.advance(args.stages_x);
         }
+        if (kStrict && units >= kUnitsAtOnce) {
+          add_to_totals(totals, sums, bias);
+          units = 0;
+        }
       }
+    }
+    if constexpr (C::kSlices > 1) rings = Rings{stage, stage_x, next_x};
+    if constexpr (kStrict) {
+      add_to_totals(totals, sums, bias);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i / 4][i % 4] = totals.total[i];
+      bias = totals.total[kSums];
     }
     // Accumulators are passed to all warps through the memory of the stages, which is free after meet().
     meet();
@@ -255,7 +342,7 @@ struct GroupWeightGrad : GroupTiles<C> {
       const int d = half ? kProduct.d[1] : kProduct.d[0], w = half ? kProduct.w[1] : kProduct.w[0];
       if (d < 0 || w < 0 || in >= C::kIn || out >= C::kOut) return;
       if (in / C::kInPerGroup != out / C::kOutPerGroup) return;
-      const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup;
+      const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + Tiles::out_in_group(out);
       static_cast<float*>(args.parts)[split * args.dw_pitch + static_cast<long long>(channels) * kTaps +
                                       (d * C::kKernelH + kProduct.h) * C::kKernelW + w] = sum;
     });
@@ -263,7 +350,7 @@ struct GroupWeightGrad : GroupTiles<C> {
       float sum = 0.0f;
 #pragma unroll
       for (int from = 0; from < C::kWeightWarps; ++from) sum += passed_bias()[from * 8 + threadIdx.x];
-      static_cast<float*>(args.bias_parts)[split * args.db_pitch + bundle * C::kOut + threadIdx.x] = sum;
+      static_cast<float*>(args.bias_parts)[split * args.db_pitch + Tiles::first_out() + threadIdx.x] = sum;
     }
   }
 };

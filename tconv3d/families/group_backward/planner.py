@@ -1,32 +1,34 @@
 """Plans for the gradients of layers with small groups (group_backward.cuh).
 
-With at most 8 input and 8 output channels per group, reading dy takes most of the time, so one reading of dy serves
-both gradients, or the one that is wanted. Chooses how many lines the tile of a block has, the number of stages of its
+With at most 8 input channels per group, reading dy takes most of the time, so one reading of dy serves both
+gradients, or the one that is wanted. Chooses how many lines the tile of a block has, the number of stages of its
 rings, and how columns of tiles are divided among blocks; these are run-time arguments. The compiled constants depend
 on the layer and on which gradients are wanted.
 
 Terms: a bundle is the groups that a block computes together, as one group of at most 8 channels whose weights between
-groups are zero. A tile is some whole lines of positions along w; a band is ROWS lines of it; a column is tiles one
-after another along d. A unit is the positions that a warp computes at a time. In names, "last" means channels-last.
+groups are zero. A slice is at most 8 of a group's output channels: a block computes one slice after another. A tile
+is some whole lines of positions along w; a band is ROWS lines of it; a column is tiles one after another along d. A
+unit is the positions that a warp computes at a time. In names, "last" means channels-last.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
+from math import isqrt, prod
 
-from ...planning import offers, tensor_cores
+from ...planning import calibration, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Offer, Wanted
+from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, dense_strides
 from ...planning.scalars import SCALARS
 from ...planning.sums import Parts, sum_of_parts
 from .arguments import GROUP_BACKWARD
 
 CHANNELS = 8  # most channels of a bundle, and the columns and K of a matrix instruction
+LEAST_OUTS = 4  # fewest channels of a slice
 ROWS = 2  # lines of positions of a unit
 UNIT = 16  # positions of a unit along w
 INPUT_WARPS = 8  # warps that compute the input gradient
@@ -37,6 +39,12 @@ MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # most registers per thread for weights, and for the sums of the weight gradient
 MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
+# Cycles of a multiprocessor for a product of 16 x 8 x 8. In TF32 and in 16-bit types by the measured 388 us of
+# grouped_strided in bfloat16. In strict float32 derived: tensor cores take 5.4 for three matrix instructions, and so
+# do the four schedulers for the 22 instructions of the loops. Both are assumed to wait for a third of the time.
+MATRIX_CYCLES, MATRIX_CYCLES_STRICT = 6.0, 8.7
+SLICE_CYCLES = 6000  # cycles to pass on the sums of a slice and to begin the next
+COPIED_PER_CYCLE = 16  # bytes that a multiprocessor of an H200 copies per cycle
 START_PLANES = 3  # latency of a column's first planes, in the time that it takes to compute one plane of dy
 
 
@@ -50,10 +58,25 @@ def reach(axis: Axis) -> int:
     return axis.dilation * (axis.kernel - 1)
 
 
+def slices(g: Geometry) -> int:
+    """Returns the slices that a group's output channels are divided into, the fewest that fit CHANNELS channels."""
+    return next(n for n in range(-(-g.out_per_group // CHANNELS), g.out_per_group + 1) if g.out_per_group % n == 0)
+
+
 def bundled(g: Geometry) -> int:
     """Returns the groups of a bundle: the largest divisor of the number of groups that fits CHANNELS channels."""
-    most = CHANNELS // max(g.in_per_group, g.out_per_group)
+    most = max(1, CHANNELS // max(g.in_per_group, g.out_per_group))
     return max(n for n in range(1, most + 1) if g.groups % n == 0)
+
+
+def ins(g: Geometry) -> int:
+    """Returns the input channels of a bundle."""
+    return bundled(g) * g.in_per_group
+
+
+def outs(g: Geometry) -> int:
+    """Returns the output channels that a block computes at a time: those of a bundle, or of a slice of a group."""
+    return bundled(g) * g.out_per_group // slices(g)
 
 
 @dataclass(frozen=True)
@@ -79,9 +102,9 @@ class Tile:
         """Returns the bytes for a run of elements at any alignment, an odd multiple of 16."""
         return -(-(elements * self.problem.item_bytes + 30) // 32) * 32 + 16
 
-    def _cell(self, per_group: int) -> int:
-        """Returns the bytes of a bundle's channels at one position of a channels-last tensor."""
-        return bundled(self.problem.geometry) * per_group * self.problem.item_bytes
+    def _cell(self, channels: int) -> int:
+        """Returns the bytes of some channels at one position of a channels-last tensor."""
+        return channels * self.problem.item_bytes
 
     @property
     def pitch(self) -> int:
@@ -90,7 +113,7 @@ class Tile:
         if not _last(self.problem):
             return self._pitch(self.lines_of_dy * width)
         axis = g.axes[2]
-        return -(-(width + axis.padding) // axis.stride) * (self._cell(g.out_per_group) // 16 | 1) * 16
+        return -(-(width + axis.padding) // axis.stride) * (self._cell(outs(g)) // 16 | 1) * 16
 
     @property
     def pitch_x(self) -> int:
@@ -98,19 +121,27 @@ class Tile:
         width = self.problem.input_size[2]
         if not _last(self.problem):
             return self._pitch(self.lines * width)
-        return width * self._cell(self.problem.geometry.in_per_group)
+        return width * self._cell(ins(self.problem.geometry))
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage of dy."""
         g = self.problem.geometry
-        of = self.lines_of_dy * g.stride[2] if _last(self.problem) else bundled(g) * g.out_per_group
+        of = self.lines_of_dy * g.stride[2] if _last(self.problem) else outs(g)
         return of * self.pitch
 
     @property
     def stage_x_bytes(self) -> int:
         g = self.problem.geometry
-        return (self.lines if _last(self.problem) else bundled(g) * g.in_per_group) * self.pitch_x
+        return (self.lines if _last(self.problem) else ins(g)) * self.pitch_x
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of dy and x that a block copies for a position along d."""
+        p, g = self.problem, self.problem.geometry
+        dy = g.stride[0] * self.lines_of_dy * p.output_size[2] * outs(g)
+        x = self.lines * p.input_size[2] * ins(g) if self.weight_grad else 0
+        return (dy + x) * p.item_bytes
 
     @property
     def slots(self) -> int:
@@ -126,7 +157,8 @@ class Tile:
         g = self.problem.geometry
         rings = stages * self.stage_bytes + self.stages_x(stages) * self.stage_x_bytes
         passed = 4 * _other_warps(self.problem)[1] * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
-        return BARRIER_BYTES + max(rings, passed)
+        low_weights = 64 * 4 * g.taps if _strict(self.problem) else 0
+        return BARRIER_BYTES + low_weights + max(rings, passed)
 
     @property
     def stages(self) -> int:
@@ -174,6 +206,7 @@ class Split:
 
     length: int  # positions along d of a column
     segments: int  # columns along d
+    cost: float  # positions along d of all columns of the busiest block, with those at the ends of columns
     tasks: int  # columns of a bundle in the whole batch
     splits: int  # blocks that share the columns of a bundle
 
@@ -182,16 +215,18 @@ def split_of(problem: Problem, tile: Tile, bundles: int, device: Device) -> Spli
     depth = problem.input_size[0]
     splits = max(1, device.multiprocessors // bundles)
     least, largest = shifts(problem.geometry.axes[0])
-    found = []
-    for segments in range(1, depth + 1):
-        length = -(-depth // segments)
-        if -(-depth // length) != segments:
+    found, root = [], isqrt(depth)
+    # Lengths that columns of equal lengths may have: one for each number of segments, which are few for large depths.
+    lengths = {-(-depth // segments) for segments in range(1, root + 1)} | set(range(1, root + 2))
+    for length in sorted(lengths, reverse=True):
+        segments = -(-depth // length)
+        if -(-depth // segments) != length:
             continue
         tasks = problem.batch * tile.columns * segments
         rounds = -(-tasks // min(splits, tasks))
         cost = rounds * (length + largest - least + START_PLANES / problem.geometry.stride[0])
-        found.append((cost, Split(length, segments, tasks, min(splits, tasks))))
-    return min(found, key=lambda pair: pair[0])[1]
+        found.append(Split(length, segments, cost, tasks, min(splits, tasks)))
+    return min(found, key=lambda split: split.cost)
 
 
 # ---- The interface of the family to the planner.
@@ -205,16 +240,20 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     g = problem.geometry
-    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP):
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP, in_halves=problem.loose):
         return refusal
-    if not 2 <= min(g.in_per_group, g.out_per_group) <= max(g.in_per_group, g.out_per_group) <= CHANNELS:
-        return f"fewer than 2 or more than {CHANNELS} channels per group"
+    if min(g.in_per_group, g.out_per_group) < 2:
+        return "fewer than 2 channels per group"
+    if g.in_per_group > CHANNELS:
+        return f"more than {CHANNELS} input channels per group"
+    if refusal := _why_no_slices(problem, weight_grad, device):
+        return refusal
     if 2 * g.taps > MAX_WEIGHTS or 4 * products(g) > MAX_SUMS:
         return "the taps do not fit the registers"
     if not _dense(problem):
         return "the tensors are not dense, or not aligned"
     if _last(problem) and not _whole_pieces(problem):
-        return "a bundle's channels of a position are not whole pieces of 16 bytes"
+        return "a bundle's channels of a position are not whole pieces of 16 bytes, or of 8 bytes in x"
     if not 0 < problem.batch * prod(problem.input_size) < 2**31 or min(problem.output_size) <= 0:
         return "too many positions, or none"
     if problem.input_size[2] < MIN_WIDTH:
@@ -224,9 +263,40 @@ def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     return None
 
 
+def _why_no_slices(p: Problem, weight_grad: bool, device: Device) -> str | None:
+    g = p.geometry
+    if slices(g) == 1:
+        return None
+    if _strict(p):
+        return "several slices of output channels in strict float32"
+    if outs(g) < LEAST_OUTS:
+        return (
+            f"more than {CHANNELS} output channels per group, which have no divisor from {LEAST_OUTS} to {CHANNELS}"
+        )
+    parts = Parts(p, max(1, device.multiprocessors // g.groups), 1, 1)
+    if weight_grad * parts.bytes + _sums_bytes(p) > device.workspace_bytes:
+        return "several slices of output channels, whose sums need too large a workspace"
+    return None
+
+
+def _sums_bytes(p: Problem) -> int:
+    """Returns the bytes of the workspace for the sums of slices at the places of dx."""
+    sums = slices(p.geometry) > 1 and p.item_bytes < 4 and p.which is Pass.INPUT_GRAD
+    return 4 * p.batch * p.geometry.in_channels * prod(p.input_size) if sums else 0
+
+
 def _last(p: Problem) -> bool:
     """Tells whether x and dy are channels-last."""
     return p.input[1] == p.output[1] == 1 and p.input[4] > 1
+
+
+def _strict(p: Problem) -> bool:
+    """Tells whether every product is computed as three TF32 products.
+
+    The kernel splits values in fewer instructions than others do, with a relative error of 2e-7: it takes no layers
+    whose float32 products must stay exact to the last bit.
+    """
+    return p.dtype == "float32" and not p.tf32
 
 
 def _other_warps(p: Problem) -> tuple[int, int]:
@@ -249,7 +319,7 @@ def _dense(p: Problem) -> bool:
 
 def _whole_pieces(p: Problem) -> bool:
     g = p.geometry
-    return all(bundled(g) * n * p.item_bytes % 16 == 0 for n in (g.in_per_group, g.out_per_group))
+    return outs(g) * p.item_bytes % 16 == 0 and ins(g) * p.item_bytes % 8 == 0
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -257,27 +327,53 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes
+KERNEL, DX_SUMS = "group_backward", "dx sums"  # the name of offers, and the region of the workspace for slices
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    alone = offers.one_by_one(PASSES, "group_backward", wanted, device, why_not, work, plan)
-    weight_grad = Pass.WEIGHT_GRAD in wanted
     together: dict[Pass, Problem] = {which: p for which, p in wanted.items() if which is not Pass.BIAS_GRAD}
+    answers: list[Answer] = []
+    for which, problem in together.items():
+        if which in PASSES:
+            refusal = why_not(problem, device)
+            answers.append(Refusal(KERNEL, (which,), refusal) if refusal else _offer({which: problem}, device))
+    weight_grad = Pass.WEIGHT_GRAD in wanted
     if any(_why_not(problem, weight_grad, device) for problem in together.values()):
-        return alone
+        return answers
     if weight_grad and Pass.BIAS_GRAD in wanted and together[Pass.WEIGHT_GRAD].geometry.own_taps_cover:
         together[Pass.BIAS_GRAD] = wanted[Pass.BIAS_GRAD]
-    if len(together) < 2:
-        return alone
-    first = next(iter(together.values()))
-    both = Work(2, products=sum(p.flops / 2 for which, p in together.items() if which is not Pass.BIAS_GRAD))
-    make = partial(_plan, together, device)
-    return [*alone, Offer("group_backward", tuple(together), first, device, lambda: both, make)]
+    return answers if len(together) < 2 else [*answers, _offer(together, device)]
+
+
+def _offer(wanted: Wanted, device: Device) -> Offer:
+    first = next(iter(wanted.values()))
+    kind = "sliced" if slices(first.geometry) > 1 else calibration.kind_of(first)
+    factor = calibration.surcharge(KERNEL, device, kind)
+    counted, make = partial(_work, wanted, device), partial(_plan, wanted, device)
+    return Offer(KERNEL, tuple(wanted), first, device, counted, make, kind=kind, surcharge=factor)
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of the launches for one gradient, with the number of its products."""
-    return Work(2 if problem.which is Pass.WEIGHT_GRAD else 1, products=problem.flops / 2)
+    """Returns the work of the launches for one gradient."""
+    return _work({problem.which: problem}, device)
+
+
+def _work(wanted: Wanted, device: Device) -> Work:
+    """Returns the products of all gradients. In strict float32 and for slices of output channels, for which no rates
+    by products were measured, returns the cycles of the busiest multiprocessor."""
+    p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
+    g, launches = p.geometry, 2 if weight_grad else 1
+    if not _strict(p) and slices(g) == 1:
+        return Work(launches, products=sum(p.flops / 2 for which, p in wanted.items() if which is not Pass.BIAS_GRAD))
+    tile = tile_of(p, weight_grad, device)
+    assert tile is not None, "the work of a problem that why_not() refuses"
+    instructions = g.taps * (Pass.INPUT_GRAD in wanted) + 2 * products(g) * weight_grad
+    cycles = MATRIX_CYCLES_STRICT if _strict(p) else MATRIX_CYCLES
+    computing = tile.bands * tile.chunks * ROWS * instructions * cycles
+    sums = 2 * 4 * tile.lines * p.input_size[2] * ins(g) * (slices(g) > 1)  # read and written again
+    copying = (tile.copied_bytes + sums) / COPIED_PER_CYCLE
+    planes = split_of(p, tile, g.groups // bundled(g), device).cost
+    return Work(launches, cycles=slices(g) * (planes * max(computing, copying) + SLICE_CYCLES))
 
 
 def _plan(wanted: Wanted, device: Device) -> Plan:
@@ -290,13 +386,15 @@ def _plan(wanted: Wanted, device: Device) -> Plan:
     split = split_of(p, tile, bundles, device)
     parts = Parts(p, split.splits, 1, 1 if Pass.BIAS_GRAD in wanted else 0)
     launches = (_main(wanted, tile, split, parts), *((sum_of_parts(p, parts),) if weight_grad else ()))
+    start, sums = parts.bytes if weight_grad else 0, _sums_bytes(p)
+    regions = parts.regions if weight_grad else ()
     return Plan(
-        "group_backward",
+        KERNEL,
         "groups of few channels: every element of dy is read once, for all its taps",
         launches,
-        parts.bytes if weight_grad else 0,
+        start + sums,
         f"{tile}, {split.splits} parts",
-        parts.regions if weight_grad else (),
+        (*regions, (DX_SUMS, start)) if sums else regions,
         passes=tuple(wanted),
     )
 
@@ -315,6 +413,7 @@ def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
             "x": "x" if weight_grad else "null",
             "weight": "weight" if input_grad else "null",
             "dx": "dx" if input_grad else "null",
+            "dx_sums": DX_SUMS if _sums_bytes(p) else "null",
             "parts": parts.place("dw") if weight_grad else "null",
             "bias_parts": parts.place("db") if weight_grad else "null",
         },
@@ -351,8 +450,10 @@ def _constants(
     least, largest = shifts(depth)
     return (
         ("Scalar", SCALARS[p.dtype]),
-        ("kIn", groups * g.in_per_group),
-        ("kOut", groups * g.out_per_group),
+        ("kHalves", 2 if _strict(p) else 1),
+        ("kIn", ins(g)),
+        ("kOut", outs(g)),
+        ("kSlices", slices(g)),
         ("kInPerGroup", g.in_per_group),
         ("kOutPerGroup", g.out_per_group),
         ("kBundles", g.groups // groups),

@@ -39,6 +39,8 @@ LAYERS = {
     "bundles": Layer(12, 18, (2, 2, 33), (2, 3, 4), (2, 1, 3), (0, 1, 2), (1, 0, 2), groups=6),
     "dilated": Layer(10, 8, (3, 4, 16), (3, 2, 3), (1, 2, 2), (2, 0, 1), (0, 1, 1), (2, 3, 3), groups=2),
     "one group": Layer(8, 8, (5, 3, 12), (4, 2, 2), (3, 2, 1), (1, 0, 0), groups=1),
+    "slices": Layer(4, 24, (3, 4, 13), T3, T2, T1),
+    "slices of five, groups": Layer(6, 40, (4, 3, 33), (2, 3, 3), (1, 1, 2), T1, groups=2, batch=1),
     "one piece": Layer(4, 4, (3, 2, 13), (2, 3, 4), (2, 1, 3), (0, 1, 2), (1, 0, 2)),
 }
 CASES = [(torch.float32, name, CONTIGUOUS) for name in LAYERS if name != "one piece"] + [
@@ -46,6 +48,9 @@ CASES = [(torch.float32, name, CONTIGUOUS) for name in LAYERS if name != "one pi
     (torch.bfloat16, "grouped_strided", CONTIGUOUS),
     (torch.float32, "grouped_strided", LAST),
     (torch.float32, "one piece", LAST),
+    (torch.float32, "slices", LAST),
+    (torch.bfloat16, "slices", CONTIGUOUS),
+    (torch.float16, "slices of five, groups", CONTIGUOUS),
     (torch.bfloat16, "one group", LAST),
 ]
 
@@ -83,7 +88,7 @@ def test_against_float64(dtype: torch.dtype, name: str, layout: torch.memory_for
         assert mine.shape == exact.shape and mine.dtype == dtype
         allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
         assert bool(((mine.double() - exact).abs() <= allowed).all())  # NaN is wrong too
-    if name in ("bundles", "grouped_strided"):
+    if name in ("bundles", "grouped_strided", "slices"):
         alone = [gradients(layer, *operands, wanted)[0] for wanted in ((True, False, False), (False, True, False))]
         assert all(torch.equal(a, b) for a, b in zip(got[:2], alone, strict=True))
 
@@ -148,6 +153,8 @@ def test_what_it_refuses_and_why() -> None:
         (replace(taken, batch=0), H200, "none"),
         (taken, A100, "9.0"),
         (problems(replace(TASK, groups=2))[Pass.INPUT_GRAD], H200, "channels"),
+        (problems(Layer(8, 26, (3, 4, 16), T3))[Pass.INPUT_GRAD], H200, "divisor"),
+        (problems(Layer(8, 32, (64, 64, 64), T3, batch=16), "bfloat16")[Pass.INPUT_GRAD], H200, "workspace"),
         (problems(replace(TASK, groups=32))[Pass.INPUT_GRAD], H200, "channels"),
         (problems(replace(TASK, kernel=(4, 4, 4)))[Pass.INPUT_GRAD], H200, "registers"),
         (problems(replace(TASK, size=(32, 64, 8)))[Pass.INPUT_GRAD], H200, "positions"),
