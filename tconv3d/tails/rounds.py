@@ -26,6 +26,7 @@ from .pointwise import (
     FLOATS,
     Shape,
     Writer,
+    aliases,
     is_expanded_vector,
     is_pointwise,
     is_vector,
@@ -294,6 +295,7 @@ def _divided(
         joined += _joined(tensors[0], ends)
         state.large.update(each.ends)
         state.known.update(dict.fromkeys([*state.large, *each.computed]))
+        state.large.update(aliases(*state.large) & state.known.keys())
         one = _first_useful(state, tensors)
         two = None if one is not None and not one.left else _first_useful(state, joined)
         if one is None or (two is not None and len(two.left) < len(one.left)):
