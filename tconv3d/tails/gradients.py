@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .lowering import lower
 from .pointwise import FLOATS, dependent, is_view, meta, packet_of, shape_of
 from .rounds import Divided, divide
-from .tracing import copied, nothing_written, without_logging, writes
+from .tracing import copied, join_means, nothing_written, without_logging, writes
 
 aten = torch.ops.aten
 
@@ -64,6 +64,7 @@ def backward(
         return None
     graph, again = found
     saved = tuple((node, again[node.name]) for node in reduced if node.name in again)
+    join_means(graph.graph)
     lower(graph.graph)
     _clean(graph)
     nodes = list(graph.graph.nodes)

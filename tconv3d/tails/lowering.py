@@ -23,12 +23,12 @@ NUMBERS = "numbers"  # the entry of a captured constant's `meta` with its values
 
 
 def lower(graph: fx.Graph, but: Container[str] = ()) -> None:
-    """Replaces what `LOWERED` names where an operand has the dimensions of a volume, but no nodes named in `but`."""
+    """Replaces what `LOWERED` names where an operand has a volume or rows of one, but no nodes named in `but`."""
     for node in list(graph.nodes):
         if node.op != "call_function" or packet_of(node) not in LOWERED or node.name in but:
             continue
         x = node.args[0]
-        if not isinstance(x, fx.Node) or meta(x).dim() < 4 or meta(x).dtype not in FLOATS:
+        if not isinstance(x, fx.Node) or meta(x).dim() < 3 or meta(x).dtype not in FLOATS:
             continue
         with graph.inserting_before(node):
             LOWERED[packet_of(node)](_Lowering(graph, node.name), node)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tconv3d
 from tconv3d.api.fuse import FusedTail
+from tconv3d.tails.pointwise import is_view
 
 FULL = (2, C, 5, 7, 9)
 PASSED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = {
@@ -224,6 +225,44 @@ def test_a_tail_that_switches_gradients_off_is_differentiated_by_pytorch() -> No
 
     check(fused(tail), operand(torch.float32).requires_grad_(), [], chained=False)
     check(fused(lambda z: F.silu(z) * torch.sigmoid(z).detach()), operand(torch.float32).requires_grad_(), [])
+
+
+def _through_data(z: Tensor) -> Tensor:
+    z.data.mul_(2)
+    return z * 3
+
+
+def _in_place(z: Tensor) -> Tensor:
+    y = z * 2
+    F.relu(y.detach(), inplace=True)
+    return y + z.cos()
+
+
+@pytest.mark.parametrize("tail", [_through_data, _in_place])
+def test_writes_to_a_detached_tensor_are_left_to_pytorch(tail: Callable[[Tensor], Tensor]) -> None:
+    """Values change, and gradients flow as if they had not."""
+    model, x = fused(tail), operand(torch.float32).requires_grad_()
+    check(model, x, [], chained=False)
+    with tconv3d.use_backend("emulator"):
+        assert "detached" in model.report(x).why_not
+
+
+def test_the_gradient_of_a_deviation_of_zero_is_zero() -> None:
+    model = fused(lambda z: (z * 0).std((2, 3, 4)) + z.mean((2, 3, 4)))
+    check(model, operand(torch.float32).requires_grad_(), [])
+
+
+def test_pytorch_computes_no_volume_between_passes() -> None:
+    """Views of tensors that passes have written are large as well, and a mean is taken once."""
+    tail = nn.Sequential(nn.BatchNorm3d(C), nn.AvgPool3d(2), nn.AvgPool3d(2))
+    model, x = fused(tail), operand(torch.float32).requires_grad_()
+    check(model, x, [], 20)
+    (kind,) = model._kinds._met.values()
+    (recorded,) = kind._recorded.values()
+    rounds = recorded.gradient.rounds.rounds
+    small = [node for each in rounds for node in each.small if node.op == "call_function" and not is_view(node)]
+    assert small and all(node.meta["val"].numel() <= 2 * C for node in small if isinstance(node.meta["val"], Tensor))
+    assert sum(len(each.sums) for each in rounds) == 1
 
 
 def test_a_list_of_tensors_is_passed_on_unfused() -> None:

@@ -32,6 +32,10 @@ TAILS: dict[str, Z] = {
     "sum over planes": lambda z: F.silu(z).sum((3, 4)),
     "largest of space": lambda z: F.silu(z).amax((2, 3, 4)) * 2,
     "adaptive max pool": lambda z: F.adaptive_max_pool3d(F.silu(z), 1),
+    "softmax over space": lambda z: torch.clamp(z, -1, 1).flatten(2).softmax(2).view(z.shape) * z.numel(),
+    "mean and deviation": lambda z: (z + z.mean((2, 3, 4), True)) / (z.std((2, 3, 4), keepdim=True) + 0.1),
+    "variance over channels": lambda z: (z - z.mean(1, True)) * torch.rsqrt(z.var(1, False, keepdim=True) + 0.1),
+    "normalized over channels": lambda z: F.normalize(torch.lerp(z, torch.tanh(z), 0.3)),
     "several in a row": lambda z: (z.softmax(1) * 3).log_softmax(-1).mean((2, 3, 4)),
 }
 KINDS = {
