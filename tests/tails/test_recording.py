@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layers import poisoned
+from mutants import kernel_from, mutate
 from tail_checks import LAST, C, close, fused, operand
 from torch import Tensor, nn
 
@@ -24,7 +26,8 @@ PASSED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = {
     "style": (((2, C), (C,)), lambda z, s, b: F.silu(z * (1 + s[..., None, None, None]) + b.view(C, 1, 1, 1))),
     "mask and number": (((2, 1, 5, 7, 9), ()), lambda z, m, n: (z * m).softmax(1) * n),
     "residual behind a norm": ((FULL,), lambda z, r: F.leaky_relu(F.instance_norm(z) + r)),
-    "residual of one item": (((C, 5, 7, 9),), lambda z, r: torch.sigmoid(z) * r),
+    "residual of one item": (((C, 5, 7, 9), (2, C)), lambda z, r, s: torch.sigmoid(z * s[..., None, None, None]) * r),
+    "softmax of the batch": (((1, C, 5, 7, 9),), lambda z, r: F.softmax(F.group_norm(z + r, 2), 0)),
 }
 
 
@@ -67,6 +70,14 @@ def test_gradients_of_passed_tensors(name: str) -> None:
     layout = LAST if len(name) % 2 else torch.contiguous_format
     passed = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
     check(fused(tail), operand(torch.float32, layout).requires_grad_(), passed, 20)
+
+
+def test_the_check_finds_numbers_of_another_channel(tmp_path: Path) -> None:
+    shapes, tail = PASSED["residual of one item"]
+    passed = [torch.randn(shape).requires_grad_() for shape in shapes]
+    mutate("axis_pass", "(l + v - at) * args.channels + channel", "(l + v - at) * args.channels", tmp_path / "mutant")
+    with kernel_from(tmp_path / "mutant", "axis_pass"), pytest.raises(AssertionError, match="error"):
+        check(fused(tail), operand(torch.float32).requires_grad_(), passed, 20)
 
 
 def test_only_tensors_that_need_a_gradient_get_one() -> None:
