@@ -364,7 +364,7 @@ def _reduced(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
 def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[str] = ()) -> None:
     """Replaces variances by means and by sums of squared deviations, in place.
 
-    The nodes in `kept` and those named in `but` stay.
+    No gradient flows to the mean through the deviations, because their sum is zero. The nodes in `kept` and those named in `but` stay.
     """
     for node in list(graph.nodes):
         if node.target is not aten.var_mean.correction or node in kept or not node.kwargs.get("keepdim"):
@@ -375,11 +375,12 @@ def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[s
         count = prod(x.meta["val"].shape[dim] for dim in dims)
         with graph.inserting_before(node):
             mean = inserted(graph, aten.mean.dim, (x, dims, True))
-            deviation = inserted(graph, aten.sub.Tensor, (x, mean))
+            fixed = inserted(graph, aten.detach.default, (mean,))
+            deviation = inserted(graph, aten.sub.Tensor, (x, fixed))
             square = inserted(graph, aten.mul.Tensor, (deviation, deviation))
             total = inserted(graph, aten.sum.dim_IntList, (square, dims, True))
             variance = inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
-        for part in (mean, deviation, square, total, variance):
+        for part in (mean, fixed, deviation, square, total, variance):
             part.meta[LOWERED_FROM] = node.name
         for user in list(node.users):
             user.replace_all_uses_with((variance, mean)[user.args[1]])
