@@ -507,6 +507,6 @@ def _reduction(node: fx.Node, full: Shape) -> Reduction | None:
     given = node.args[1] if len(node.args) > 1 else None
     listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else []
     dims = [dim % len(viewed) for dim in listed] or list(range(len(viewed)))
-    if rows is None or not set(range(rows, len(viewed))) <= set(dims):
+    if rows is None or any(dim not in dims and viewed[dim] > 1 for dim in range(rows, len(viewed))):
         return None
     return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean, extreme)

@@ -335,7 +335,8 @@ def join_means(graph: fx.Graph) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
     variances = {_reduced(node): node for node in reversed(order) if node.target is aten.var_mean.correction}
     for node in order:
-        found = variances.get(_reduced(node)) if node.target is aten.mean.dim and not node.kwargs else None
+        key = _reduced(node) if node.target is aten.mean.dim and not node.kwargs else None
+        found = None if key is None else variances.get(key)
         if found is None or not found.kwargs.get("keepdim"):
             continue
         if order[found] > order[node]:
@@ -352,9 +353,9 @@ def join_means(graph: fx.Graph) -> None:
 
 def _reduced(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """Returns what a mean or a variance is taken of: a tensor and its dimensions."""
-    if node.op != "call_function" or len(node.args) < 2:
-        return None
     given: Any = node.args[:2]
+    if len(given) < 2 or not given[1]:
+        return None
     x, dims = given
     while x.target in (aten.detach.default, aten.alias.default):
         x = x.args[0]
@@ -364,7 +365,8 @@ def _reduced(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
 def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[str] = ()) -> None:
     """Replaces variances by means and by sums of squared deviations, in place.
 
-    No gradient flows to the mean through the deviations, because their sum is zero. The nodes in `kept` and those named in `but` stay.
+    No gradient flows to the mean through the deviations, because their sum is zero. The nodes in `kept` and those
+    named in `but` stay.
     """
     for node in list(graph.nodes):
         if node.target is not aten.var_mean.correction or node in kept or not node.kwargs.get("keepdim"):

@@ -265,7 +265,7 @@ def test_the_gradient_of_a_deviation_of_zero_is_zero() -> None:
 
 def test_pytorch_computes_no_volume_between_passes() -> None:
     """Views of tensors that passes have written are large as well, and a mean is taken once."""
-    tail = nn.Sequential(nn.BatchNorm3d(C), nn.AvgPool3d(2), nn.AvgPool3d(2))
+    tail = nn.Sequential(nn.BatchNorm3d(C), nn.SiLU(), nn.AvgPool3d(2), nn.AvgPool3d(2))
     model, x = fused(tail), operand(torch.float32).requires_grad_()
     check(model, x, [], 20)
     (kind,) = model._kinds._met.values()
