@@ -228,8 +228,6 @@ class _Search:
             written = self.known[node].writes
             if written is not None and not self._bases_of(written) <= region.keys():
                 continue  # it writes to a tensor from elsewhere
-            if self.known[node].kind is Kind.VIEW and node.all_input_nodes[0] not in region:
-                continue  # a view of a tensor from elsewhere
             region[node] = None
         return list(region)[1:]
 

@@ -152,11 +152,13 @@ def _adaptive_max_pool(new: _Lowering, node: fx.Node) -> None:
 
 
 def _vector_norm(new: _Lowering, node: fx.Node) -> None:
-    if _option(node, 1, "ord", 2) != 2 or node.kwargs.get("dtype") is not None:
+    order = _option(node, 1, "ord", 2)
+    if order not in (1, 2) or node.kwargs.get("dtype") is not None:
         return
     x = new.wide(node.args[0])  # type: ignore[arg-type]
-    total = new(aten.sum.dim_IntList, new(aten.mul.Tensor, x, x), _dims(node, _option(node, 2, "dim", None)), True)
-    new.replace(node, new(aten.sqrt.default, total))
+    power = new(aten.mul.Tensor, x, x) if order == 2 else new(aten.abs.default, x)
+    total = new(aten.sum.dim_IntList, power, _dims(node, _option(node, 2, "dim", None)), True)
+    new.replace(node, new(aten.sqrt.default, total) if order == 2 else total)
 
 
 def _scatter(new: _Lowering, node: fx.Node) -> None:

@@ -251,7 +251,7 @@ def test_a_chain_inside_a_checkpoint(said: Callable[[], list[str]]) -> None:
 
 def test_what_is_not_fused_says_why(said: Callable[[], list[str]]) -> None:
     layer = nn.ConvTranspose3d(4, 8, 2, stride=2)
-    one = torch.randn(8, 4, 6, 8)  # a residual for all batch items
+    one = torch.randn(4, 6, 8)  # a residual for all channels of all batch items
 
     def run(x: Tensor) -> Tensor:
         z = layer(x)

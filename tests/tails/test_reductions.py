@@ -35,7 +35,7 @@ TAILS: dict[str, Z] = {
     "softmax over space": lambda z: torch.clamp(z, -1, 1).flatten(2).softmax(2).view(z.shape) * z.numel(),
     "mean and deviation": lambda z: (z + z.mean((2, 3, 4), True)) / (z.std((2, 3, 4), keepdim=True) + 0.1),
     "variance over channels": lambda z: (z - z.mean(1, True)) * torch.rsqrt(z.var(1, False, keepdim=True) + 0.1),
-    "normalized over channels": lambda z: F.normalize(torch.lerp(z, torch.tanh(z), 0.3)),
+    "normalized over channels": lambda z: F.normalize(torch.lerp(z, torch.tanh(z), 0.3), 1),
     "mean over channels, spread again": lambda z: (z.mean(1, True) + torch.arange(C).view(C, 1, 1, 1) / C).softmax(1),
     "several in a row": lambda z: (z.softmax(1) * 3).log_softmax(-1).mean((2, 3, 4)),
 }
