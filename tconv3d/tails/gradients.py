@@ -50,6 +50,11 @@ class Backward:
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
     rounds: Divided
 
+    @property
+    def complete(self) -> bool:
+        """Tells whether gradients flow to all tensors that want one, which they do not if the tail detaches them."""
+        return None not in _results(self.graph)
+
 
 def backward(
     forward: fx.GraphModule, wanted: Sequence[Tensor], needed: Sequence[bool], reduced: Sequence[fx.Node]

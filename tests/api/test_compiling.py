@@ -268,6 +268,14 @@ def test_what_is_not_fused_says_why(said: Callable[[], list[str]]) -> None:
     assert "not fused, cpu tensors run PyTorch's operator" in said()[2]
 
 
+def test_a_convolution_whose_result_is_detached_gets_no_gradient(said: Callable[[], list[str]]) -> None:
+    layer, scale = nn.ConvTranspose3d(4, 8, 2, stride=2), torch.randn(8, 1, 1, 1, requires_grad=True)
+    with tconv3d.use_backend("emulator"):
+        compiled(lambda x: torch.tanh(layer(x).detach() * scale))(torch.randn(2, 4, 2, 3, 4)).sum().backward()
+    assert layer.weight.grad is None and scale.grad is not None
+    assert "no gradient flows" in said()[0]
+
+
 def test_without_a_compiler_the_rest_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_why_not_inductor", lambda examples: "there is no C++ compiler")
     model = Decoder()
