@@ -199,6 +199,6 @@ def test_tensors_of_every_kind_ride_along() -> None:
 
 
 def test_what_is_no_axis_is_left_to_pytorch() -> None:
-    for tail in (lambda z: F.silu(z).softmax(0), lambda z: F.silu(z).amax((1, 2)), lambda z: F.silu(z).argmax()):
+    for tail in (lambda z: F.silu(z).amax((0, 2)), lambda z: F.silu(z).amax((1, 2)), lambda z: F.silu(z).argmax()):
         report = check_values(fused(tail), operand(torch.float32))
-        assert report.pytorch in (("_softmax",), ("amax",), ("argmax",)) and not report.passes
+        assert report.pytorch in (("amax",), ("argmax",)) and not report.passes
