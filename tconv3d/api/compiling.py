@@ -202,6 +202,8 @@ def _examined(
             passes = kind.recorded_for(tuple(each.requires_grad for each in tensors))
         if not passes.possible or passes.part.rest:
             raise NotFused("PyTorch computes a part of its gradients")
+        if not passes.gradient.complete:  # parameters without a gradient must get none, rather than zeros
+            raise NotFused("no gradient flows through its tail to the convolution or to another operand")
         values = [node.meta["val"] for node, _ in passes.gradient.saved]
         return sum(len(each) if isinstance(each, (tuple, list)) else 1 for each in values)
 

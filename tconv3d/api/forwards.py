@@ -62,7 +62,7 @@ class FusedChain(FusedTail):
 
     def forward(self, input: Tensor, *extra: Any) -> Any:
         """Runs the chain, layer by layer where its kernels can be neither found nor compiled."""
-        if self._has_kernels:
+        if self._has_kernels and isinstance(input, Tensor):
             try:
                 return super().forward(input, *extra)
             except MissingCompilerError as error:

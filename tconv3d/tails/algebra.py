@@ -228,6 +228,48 @@ def find(graph: fx.Graph, node: fx.Node, layer: Layer) -> tuple[fx.Node, Moved] 
     return _pool(user, layer) if packet_of(user) is aten.avg_pool3d else None
 
 
+def pools_first(graph: fx.Graph) -> None:
+    """Moves average pools, in place, before arithmetic with numbers that are constant along space.
+
+    What is computed behind a pool, gradients of these numbers above all, is smaller than what is computed before it.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or packet_of(node) is not aten.avg_pool3d or meta(node).dim() != 5:
+            continue
+        windows, ceil_mode = windows_of(node)
+        moves = not any(windows.padding) and not ceil_mode and not windows.divisor
+        while moves and (place := _affine_operand(node.all_input_nodes[0])) is not None:
+            (x,) = node.all_input_nodes
+            with graph.inserting_before(node):
+                pooled = inserted(graph, node.target, (x.args[place], *node.args[1:]), node.kwargs)
+                result = inserted(graph, x.target, (*x.args[:place], pooled, *x.args[place + 1 :]), x.kwargs)
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+            graph.erase_node(x)
+            node = pooled
+
+
+def _affine_operand(node: fx.Node) -> int | None:
+    """Returns the place of a node's one volume, if a pool alone uses the node and it is affine in the volume.
+
+    Its other operands are numbers that are constant along space.
+    """
+    if node.target not in (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor) or len(node.users) > 1:
+        return None
+    whole = [i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and _is_like(each, node)]
+    rest = [meta(each) for each in node.all_input_nodes if not _is_like(each, node)]
+    flat = all(isinstance(each, Tensor) and all(size == 1 for size in each.shape[-3:]) for each in rest)
+    divides = node.target is aten.div.Tensor and whole != [0]
+    return whole[0] if len(whole) == 1 and flat and not divides else None
+
+
+def _is_like(node: fx.Node, other: fx.Node) -> bool:
+    return isinstance(meta(node), Tensor) and (meta(node).shape, meta(node).dtype) == (
+        meta(other).shape,
+        meta(other).dtype,
+    )
+
+
 def _sum(graph: fx.Graph, node: fx.Node, layer: Layer) -> tuple[fx.Node, Moved] | None:
     x = node.all_input_nodes[0]
     given = node.args[1] if len(node.args) > 1 else None

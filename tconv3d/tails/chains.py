@@ -121,6 +121,7 @@ def find(
     is the mode of all modules, or None if each is in its own.
     """
     convolutions = [node for node in graph.nodes if is_convolution(node)]
+    _use_results(graph, modules or {}, training)
     known = {node: vocabulary.known(node, modules or {}, training) for node in graph.nodes}
     known.update(dict.fromkeys(convolutions, Known(Kind.FRESH, word="conv_transpose3d")))
     search = _Search(graph, known, memory)
@@ -136,6 +137,16 @@ def find(
             chains.append(found)
             search.taken.update(found.nodes)
     return Found(tuple(reversed(chains)), alone)
+
+
+def _use_results(graph: fx.Graph, modules: Modules, training: bool | None) -> None:
+    """Replaces tensors, behind statements that write to them, by the results of these statements."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        known = vocabulary.known(node, modules, training)
+        if known.held and known.writes is not None and node.target not in vocabulary.IN_PLACE_OPERATORS:
+            later = {user for user in known.writes.users if order[user] > order[node]}
+            known.writes.replace_all_uses_with(node, delete_user_cb=later.__contains__)
 
 
 def memory_of_example(node: fx.Node) -> object:
@@ -217,8 +228,6 @@ class _Search:
             written = self.known[node].writes
             if written is not None and not self._bases_of(written) <= region.keys():
                 continue  # it writes to a tensor from elsewhere
-            if self.known[node].kind is Kind.VIEW and node.all_input_nodes[0] not in region:
-                continue  # a view of a tensor from elsewhere
             region[node] = None
         return list(region)[1:]
 

@@ -161,7 +161,7 @@ OPERATORS: dict[Any, Build] = {
     aten.round: _plain("RoundNearest"),
     aten.sin: _plain("Sine"),
     aten.cos: _plain("Cosine"),
-    aten.sign: _plain("Sign"),
+    **dict.fromkeys((aten.sign, aten.sgn), _plain("Sign")),
     aten.relu: _relu,
     aten.clamp: _clamp,
     aten.clamp_min: _clamp,

@@ -16,10 +16,11 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .expressions import OPERATORS
 from .lowering import lower
 from .pointwise import FLOATS, dependent, is_view, meta, packet_of, shape_of
 from .rounds import Divided, divide
-from .tracing import copied, nothing_written, without_logging, writes
+from .tracing import copied, inserted, join_means, nothing_written, without_logging, writes
 
 aten = torch.ops.aten
 
@@ -49,6 +50,11 @@ class Backward:
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
     rounds: Divided
 
+    @property
+    def complete(self) -> bool:
+        """Tells whether gradients flow to all tensors that want one, which they do not if the tail detaches them."""
+        return None not in _results(self.graph)
+
 
 def backward(
     forward: fx.GraphModule, wanted: Sequence[Tensor], needed: Sequence[bool], reduced: Sequence[fx.Node]
@@ -64,6 +70,8 @@ def backward(
         return None
     graph, again = found
     saved = tuple((node, again[node.name]) for node in reduced if node.name in again)
+    join_means(graph.graph)
+    _expand_last(graph.graph)
     lower(graph.graph)
     _clean(graph)
     nodes = list(graph.graph.nodes)
@@ -210,6 +218,22 @@ def _is_rounded_extreme(node: fx.Node, value: fx.Node) -> bool:
     while source is not value and is_view(source):
         (source,) = source.all_input_nodes
     return source is not value
+
+
+def _expand_last(graph: fx.Graph) -> None:
+    """Moves functions of one expanded tensor before the expansion, in place: a mean's gradient is one of a number."""
+    for node in list(graph.nodes):
+        inputs = node.all_input_nodes
+        if packet_of(node) not in OPERATORS or len(inputs) != 1 or packet_of(inputs[0]) is not aten.expand:
+            continue
+        if any(packet_of(user) in (aten.view, aten._unsafe_view) for user in node.users):
+            continue  # a view asks for the strides of a tensor that is not expanded
+        source, *sizes = inputs[0].args
+        with graph.inserting_before(node):
+            args = tuple(source if each is inputs[0] else each for each in node.args)
+            result = inserted(graph, aten.expand.default, (inserted(graph, node.target, args, node.kwargs), *sizes))
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
 
 
 def _clean(graph: fx.GraphModule) -> None:

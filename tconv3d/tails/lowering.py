@@ -23,12 +23,12 @@ NUMBERS = "numbers"  # the entry of a captured constant's `meta` with its values
 
 
 def lower(graph: fx.Graph, but: Container[str] = ()) -> None:
-    """Replaces what `LOWERED` names where an operand has the dimensions of a volume, but no nodes named in `but`."""
+    """Replaces what `LOWERED` names where an operand has a volume or rows of one, but no nodes named in `but`."""
     for node in list(graph.nodes):
         if node.op != "call_function" or packet_of(node) not in LOWERED or node.name in but:
             continue
         x = node.args[0]
-        if not isinstance(x, fx.Node) or meta(x).dim() < 4 or meta(x).dtype not in FLOATS:
+        if not isinstance(x, fx.Node) or meta(x).dim() < 3 or meta(x).dtype not in FLOATS:
             continue
         with graph.inserting_before(node):
             LOWERED[packet_of(node)](_Lowering(graph, node.name), node)
@@ -152,11 +152,13 @@ def _adaptive_max_pool(new: _Lowering, node: fx.Node) -> None:
 
 
 def _vector_norm(new: _Lowering, node: fx.Node) -> None:
-    if _option(node, 1, "ord", 2) != 2 or node.kwargs.get("dtype") is not None:
+    order = _option(node, 1, "ord", 2)
+    if order not in (1, 2) or node.kwargs.get("dtype") is not None:
         return
     x = new.wide(node.args[0])  # type: ignore[arg-type]
-    total = new(aten.sum.dim_IntList, new(aten.mul.Tensor, x, x), _dims(node, _option(node, 2, "dim", None)), True)
-    new.replace(node, new(aten.sqrt.default, total))
+    power = new(aten.mul.Tensor, x, x) if order == 2 else new(aten.abs.default, x)
+    total = new(aten.sum.dim_IntList, power, _dims(node, _option(node, 2, "dim", None)), True)
+    new.replace(node, new(aten.sqrt.default, total) if order == 2 else total)
 
 
 def _scatter(new: _Lowering, node: fx.Node) -> None:

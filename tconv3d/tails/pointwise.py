@@ -65,10 +65,9 @@ def is_view(node: fx.Node) -> bool:
     return same and meta(node).dtype in FLOATS and source.dtype in (*FLOATS, torch.bool)
 
 
-def aliases(value: fx.Node) -> set[fx.Node]:
-    """Returns a node and its views."""
-    found = {value}
-    waiting = [value]
+def aliases(*values: fx.Node) -> set[fx.Node]:
+    """Returns nodes and their views."""
+    found, waiting = set(values), list(values)
     while waiting:
         views = [each for each in waiting.pop().users if each.op == "call_function" and is_view(each)]
         found.update(views)

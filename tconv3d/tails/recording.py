@@ -21,12 +21,13 @@ from ..torch_ops.casting import below_autocast
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.runner import RUNNER, Runner
+from .algebra import pools_first
 from .expressions import OPERATORS, VALUE
 from .gradients import backward
 from .pointwise import dependent, is_view, meta, name_of, packet_of
 from .running import Env, captured_in, compute, means_and_variances, outputs, run_rounds, with_strides_of
 from .stages import stages
-from .tracing import SWITCHES_GRADIENTS, is_random, writes
+from .tracing import SWITCHES_GRADIENTS, copied, is_random, writes
 
 MOST_CUTS = 4  # attempts to find a fused part whose gradients run in passes
 
@@ -45,11 +46,13 @@ class Differentiable:
 
     def __init__(self, graph: fx.GraphModule, needed: Sequence[bool]) -> None:
         """Takes the graph of a tail, and which of the tensors passed to it need gradients."""
-        self.graph = graph
+        self.graph = copied(graph)
+        pools_first(self.graph.graph)
         captured = captured_in(graph).values()
         self.wanted = [each for each in {id(each): each for each in captured}.values() if each.requires_grad]
         self.needed = tuple(needed)
-        self.possible = not graph.meta.get(SWITCHES_GRADIENTS) and self._found()
+        self._switches = bool(graph.meta.get(SWITCHES_GRADIENTS))
+        self.possible = not self._switches and self._found()
 
     def _found(self) -> bool:
         """Finds the largest fused part whose gradients run in passes, and tells whether there is one."""
@@ -76,7 +79,7 @@ class Differentiable:
     @property
     def texts(self) -> tuple[str, ...]:
         """What the passes forward and backward compute and what PyTorch runs behind them, for people."""
-        if self.graph.meta.get(SWITCHES_GRADIENTS):
+        if self._switches:
             return ("the tail runs in PyTorch: it switches gradients off or on",)
         if not self.possible:
             return ("the tail runs in PyTorch: no part of it has gradients that are passes",)

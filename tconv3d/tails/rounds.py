@@ -26,6 +26,7 @@ from .pointwise import (
     FLOATS,
     Shape,
     Writer,
+    aliases,
     is_expanded_vector,
     is_pointwise,
     is_vector,
@@ -294,6 +295,7 @@ def _divided(
         joined += _joined(tensors[0], ends)
         state.large.update(each.ends)
         state.known.update(dict.fromkeys([*state.large, *each.computed]))
+        state.large.update(aliases(*state.large) & state.known.keys())
         one = _first_useful(state, tensors)
         two = None if one is not None and not one.left else _first_useful(state, joined)
         if one is None or (two is not None and len(two.left) < len(one.left)):
@@ -505,6 +507,6 @@ def _reduction(node: fx.Node, full: Shape) -> Reduction | None:
     given = node.args[1] if len(node.args) > 1 else None
     listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else []
     dims = [dim % len(viewed) for dim in listed] or list(range(len(viewed)))
-    if rows is None or not set(range(rows, len(viewed))) <= set(dims):
+    if rows is None or any(dim not in dims and viewed[dim] > 1 for dim in range(rows, len(viewed))):
         return None
     return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean, extreme)

@@ -120,10 +120,19 @@ def stages(
     whole: set[str] = set()  # names of nodes that are not lowered
     while True:
         found = _stages(copied(graph), exact_order, plain, whole, layer, steady)
+        if found.moved is not None and any(_is_volume(node, found.graph) for node in found.rounds.left):
+            layer = None  # PyTorch would spread the smaller result over a volume again
+            continue
         split = {node.meta[LOWERED_FROM] for node in found.rounds.left if LOWERED_FROM in node.meta}
         if split <= whole:
             return found
         whole |= split
+
+
+def _is_volume(node: fx.Node, graph: fx.GraphModule) -> bool:
+    """Tells whether a node has as many numbers as the convolution's own result."""
+    z, value = meta(next(iter(graph.graph.nodes))), meta(node)
+    return isinstance(value, torch.Tensor) and value.numel() >= z.numel()
 
 
 def _stages(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -38,7 +40,7 @@ SWITCHES_GRADIENTS = "switches_gradients"  # the entry of a graph's `meta`: whet
 _REPLACED = (
     aten.silu, aten.gelu, aten.elu, aten.celu, aten.selu, aten.leaky_relu, aten.hardtanh, aten.hardswish,
     aten.hardsigmoid, aten.mish, aten.softplus, aten.log_sigmoid_forward, aten.softshrink, aten.hardshrink,
-    aten.threshold, aten._prelu_kernel, aten.relu6, aten.addcmul, aten.addcdiv, aten.lerp, aten.square,
+    aten.threshold, aten._prelu_kernel, aten.relu6, aten.addcmul, aten.addcdiv, aten.square,
     aten.native_batch_norm, aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit_functional, aten.native_dropout,
 )  # fmt: skip
@@ -87,9 +89,41 @@ def _layer_norm(
     return result.to(input.dtype), mean, rstd
 
 
+def _variance(
+    input: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    """A variance by the operator of norms, which the convolution's kernel can compute."""
+    dims = list(range(input.dim())) if not dim else [each % input.dim() for each in dim]
+    count = prod(input.shape[each] for each in dims)
+    rest = count - (1 if correction is None else correction)
+    found = torch.var_mean(input, dims, correction=0, keepdim=True)[0] * (count / rest if rest > 0 else inf)
+    return found if keepdim else found.squeeze(dims)
+
+
+def _deviation(input: Tensor, *dim: Sequence[int] | None, **options: Any) -> Tensor:
+    """A standard deviation; where it is 0 so is its gradient, as in PyTorch."""
+    variance = _variance(input, *dim, **options)
+    return torch.where(variance == 0, 0.0, torch.where(variance == 0, 1.0, variance).sqrt())
+
+
+def _lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """An interpolation from the nearer end, as PyTorch computes it."""
+    near, far = input + weight * (end - input), end - (end - input) * (1 - weight)
+    if isinstance(weight, Tensor):
+        return torch.where(weight.abs() < 0.5, near, far)
+    return near if abs(weight) < 0.5 else far
+
+
 def _table() -> dict[Any, Any]:
-    norms = {aten.native_group_norm.default: _group_norm, aten.native_layer_norm.default: _layer_norm}
-    return {**get_decompositions(_REPLACED), **norms}
+    own = {
+        aten.native_group_norm.default: _group_norm,
+        aten.native_layer_norm.default: _layer_norm,
+        aten.var.correction: _variance,
+        aten.std.correction: _deviation,
+        aten.lerp.Scalar: _lerp,
+        aten.lerp.Tensor: _lerp,
+    }
+    return {**get_decompositions(_REPLACED), **own}
 
 
 class _Remembering(TorchDispatchMode):
@@ -126,14 +160,31 @@ def nothing_written() -> Iterator[TorchDispatchMode]:
                 tensor.copy_(value)
 
 
+_DATA: Any = Tensor.data  # a property, of which PyTorch's types know nothing
+_DETACHING = (torch.detach, Tensor.detach, Tensor.detach_, _DATA.__get__)
+
+
 class _Switches(TorchFunctionMode):
-    """Notices that a function switches gradients off or on, which a graph of operators does not show."""
+    """Notices what a graph of operators does not show: switches of gradients, and writes to what was detached."""
 
     seen = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._detached: list[tuple[Tensor, int]] = []
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen = self.seen or func is torch._C._set_grad_enabled
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _DETACHING and torch._is_functional_tensor(result):
+            self._detached.append((result, torch._functionalize_mutation_counter(result)))
+        return result
+
+    def check(self) -> None:
+        """Raises an error if a tensor was written to that was detached before; gradients do not flow as values do."""
+        if any(torch._functionalize_mutation_counter(each) != before for each, before in self._detached):
+            raise RuntimeError("it writes to the memory of a tensor that it has detached")
+        self._detached.clear()
 
 
 class CannotTrace(RuntimeError):
@@ -190,7 +241,9 @@ def trace(
 
     def called(z: Tensor, *rest: Any) -> Any:  # without the defaults of the tail's own signature
         with mode, switches:
-            return tail(z, *rest)
+            result = tail(z, *rest)
+        switches.check()
+        return result
 
     try:
         with torch.no_grad(), _uncached_autocast(), without_logging(), nothing_written() as mode:
@@ -209,6 +262,7 @@ def trace(
     z, *passed = [node for node in graph.nodes if node.op == "placeholder"]
     assert len(passed) == len(extra)
     _settle_writes(graph, z, {node for place, node in enumerate(passed) if place in written})
+    join_means(graph)
     graph.eliminate_dead_code()
     traced.recompile()
     traced.meta[SWITCHES_GRADIENTS] = switches.seen
@@ -273,10 +327,46 @@ def copied(traced: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(traced, graph)
 
 
+def join_means(graph: fx.Graph) -> None:
+    """Replaces means by those that variances of the same numbers come with, in place.
+
+    PyTorch's derivative of a variance takes the mean again, and tails often ask for both.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    variances = {_reduced(node): node for node in reversed(order) if node.target is aten.var_mean.correction}
+    for node in order:
+        key = _reduced(node) if node.target is aten.mean.dim and not node.kwargs else None
+        found = None if key is None else variances.get(key)
+        if found is None or not found.kwargs.get("keepdim"):
+            continue
+        if order[found] > order[node]:
+            found.args = node.args[:2]
+            node.prepend(found)
+            order[found] = order[node]
+        with graph.inserting_before(node):
+            mean = inserted(graph, operator.getitem, (found, 1))
+            if node.args[2:] != (True,):
+                mean = inserted(graph, aten.squeeze.dims, (mean, node.args[1]))
+        node.replace_all_uses_with(mean)
+        graph.erase_node(node)
+
+
+def _reduced(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """Returns what a mean or a variance is taken of: a tensor and its dimensions."""
+    given: Any = node.args[:2]
+    if len(given) < 2 or not given[1]:
+        return None
+    x, dims = given
+    while x.target in (aten.detach.default, aten.alias.default):
+        x = x.args[0]
+    return x, tuple(dim % x.meta["val"].dim() for dim in dims)
+
+
 def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[str] = ()) -> None:
     """Replaces variances by means and by sums of squared deviations, in place.
 
-    The nodes in `kept` and those named in `but` stay.
+    No gradient flows to the mean through the deviations, because their sum is zero. The nodes in `kept` and those
+    named in `but` stay.
     """
     for node in list(graph.nodes):
         if node.target is not aten.var_mean.correction or node in kept or not node.kwargs.get("keepdim"):
@@ -287,11 +377,12 @@ def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[s
         count = prod(x.meta["val"].shape[dim] for dim in dims)
         with graph.inserting_before(node):
             mean = inserted(graph, aten.mean.dim, (x, dims, True))
-            deviation = inserted(graph, aten.sub.Tensor, (x, mean))
+            fixed = inserted(graph, aten.detach.default, (mean,))
+            deviation = inserted(graph, aten.sub.Tensor, (x, fixed))
             square = inserted(graph, aten.mul.Tensor, (deviation, deviation))
             total = inserted(graph, aten.sum.dim_IntList, (square, dims, True))
             variance = inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
-        for part in (mean, deviation, square, total, variance):
+        for part in (mean, fixed, deviation, square, total, variance):
             part.meta[LOWERED_FROM] = node.name
         for user in list(node.users):
             user.replace_all_uses_with((variance, mean)[user.args[1]])
@@ -305,7 +396,7 @@ def inserted(
     """Inserts an operator with its shape and type."""
     node = graph.call_function(target, args, dict(options or {}))
     values = fx.node.map_arg(args, lambda each: each.meta["val"])
-    with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
+    with next(value for value in tree_leaves(values) if isinstance(value, FakeTensor)).fake_mode:
         node.meta["val"] = target(*values, **(options or {}))
     return node
 

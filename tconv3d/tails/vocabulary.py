@@ -58,45 +58,49 @@ _POINTWISE = _words("""
     rsqrt pow exp expm1 log log1p sin cos tanh sigmoid erf floor ceil round sign minimum maximum clamp clip clamp_min
     clamp_max where masked_fill lerp addcmul addcdiv gt ge lt le eq ne greater greater_equal less less_equal
     logical_and logical_or logical_not relu relu6 leaky_relu prelu elu celu selu gelu silu mish hardtanh hardswish
-    hardsigmoid softplus softsign tanhshrink softshrink hardshrink logsigmoid threshold expit
+    hardsigmoid softplus softsign tanhshrink softshrink hardshrink logsigmoid threshold expit clone
     """)
 _NORMS = frozenset(("batch_norm", "instance_norm", "group_norm", "layer_norm"))
 _REDUCTIONS = _words("""
-    sum mean amax amin max min argmax argmin logsumexp softmax log_softmax norm var_mean
+    sum mean amax amin max min argmax argmin logsumexp softmax log_softmax norm normalize var std var_mean
     avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d
     """)
 _HELD = _POINTWISE | _NORMS | _REDUCTIONS
 _TUPLES = frozenset(("var_mean",))
 # Operators that tails do not hold, and whose result is a new tensor.
 _OTHER_FRESH = _words("""
-    cat concat concatenate stack linear bilinear matmul mm bmm baddbmm addmm einsum tensordot clone cumsum cumprod
+    cat concat concatenate stack linear bilinear matmul mm bmm baddbmm addmm einsum tensordot cumsum cumprod
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate upsample pixel_shuffle
     avg_pool1d avg_pool2d max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d
     scaled_dot_product_attention embedding one_hot zeros_like ones_like full_like empty_like zeros ones full arange
     gather index_select roll flip topk sort nonzero bitwise_and bitwise_or bitwise_xor remainder fmod floor_divide
-    tan atan sinh cosh log2 log10 exp2 var std isnan isfinite fmin fmax normalize local_response_norm
+    tan atan sinh cosh log2 log10 exp2 isnan isfinite fmin fmax local_response_norm
     grid_sample affine_grid repeat prod outer cosine_similarity
     """)
 _CASTS = frozenset(("to", "type_as", "float", "double", "half", "bfloat16"))
 # Operators that tails hold, and whose result may be their first operand or a view of it.
 _HELD_VIEWS = _words("""
     view reshape flatten unflatten squeeze unsqueeze expand expand_as view_as reshape_as contiguous broadcast_to
-    positive pos identity
+    positive pos identity detach
     """)
 _OTHER_VIEWS = _words("""
-    permute transpose movedim moveaxis swapaxes swapdims t mT narrow select chunk split tensor_split unbind detach pad
+    permute transpose movedim moveaxis swapaxes swapdims t mT narrow select chunk split tensor_split unbind pad
     diagonal unfold repeat_interleave tile cpu cuda real
     """)
 _SIZES = _words("size dim ndimension numel stride is_contiguous element_size is_floating_point get_device")
 _ATTRIBUTES = _words("shape ndim dtype device is_cuda layout itemsize nbytes is_sparse")
 _DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout")
-_IN_PLACE_OPERATORS = {
+IN_PLACE_OPERATORS = {
     operator.iadd: "add",
     operator.isub: "sub",
     operator.imul: "mul",
     operator.itruediv: "div",
     operator.ipow: "pow",
 }
+# Operators by which numbers are made of sizes.
+_OF_SIZES = {
+    operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.neg,
+}  # fmt: skip
 _PLAIN_OPERATORS = {operator.not_, operator.is_, operator.is_not, operator.index, operator.contains, operator.mod}
 
 # Modules that tails hold.
@@ -258,10 +262,12 @@ def _of_function(node: fx.Node) -> Known:
     if target is getattr:
         listed = len(node.args) == 2 and node.args[1] in _ATTRIBUTES
         return Known(Kind.SIZE, held=True) if listed else UNKNOWN
+    if _gives_sizes(node):
+        return Known(Kind.SIZE, held=True)
     first: Any = node.args[0] if node.args else node.kwargs.get("input")
-    if target in _IN_PLACE_OPERATORS:
+    if target in IN_PLACE_OPERATORS:
         # On numbers, sizes for example, these compute a new number.
-        return Known(Kind.IN_PLACE, True, _IN_PLACE_OPERATORS[target], writes=first) if _node(first) else UNKNOWN
+        return Known(Kind.IN_PLACE, True, IN_PLACE_OPERATORS[target], writes=first) if _node(first) else UNKNOWN
     if target is operator.setitem:
         return Known(Kind.IN_PLACE, word="setitem", writes=first) if _node(first) else UNKNOWN
     if _hashable(target) and target in _PLAIN_OPERATORS:
@@ -285,6 +291,8 @@ def _of_function(node: fx.Node) -> Known:
 def _of_name(name: str, node: fx.Node, states: Iterable[Any]) -> Known:
     if name == "getitem" or name == "__getitem__":
         return Known(Kind.VIEW, held=_only_adds_dimensions(node) or _takes_of_tuple(node))
+    if name == "clone" and (len(node.args) > 1 or node.kwargs):  # it may ask for another layout
+        return Known(Kind.FRESH, word=name)
     if name in _CASTS:
         return Known(Kind.CAST, held=not _moves(node), word="to")
     if name in _HELD_VIEWS:
@@ -302,6 +310,13 @@ def _of_name(name: str, node: fx.Node, states: Iterable[Any]) -> Known:
             returns_tuple=pairs,
         )
     return Known(Kind.FRESH, word=name) if name in _OTHER_FRESH else UNKNOWN
+
+
+def _gives_sizes(node: fx.Node) -> bool:
+    """Tells whether a node takes sizes of tensors, or computes numbers of such sizes alone."""
+    if node.op == "call_method" or node.target is getattr:
+        return str(node.target) in _SIZES or node.args[-1] in _ATTRIBUTES
+    return node.target in _OF_SIZES and bool(node.all_input_nodes) and all(map(_gives_sizes, node.all_input_nodes))
 
 
 def _has_pairs(name: str, node: fx.Node) -> bool:

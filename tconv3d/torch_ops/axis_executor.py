@@ -30,11 +30,11 @@ def _order(channels_last: bool) -> tuple[int, ...]:
 
 
 def is_one_axis(shape: Sequence[int], dims: frozenset[int], channels_last: bool) -> bool:
-    """Tells whether dimensions are neighbours in memory, and either the channels alone or a part of space."""
+    """Tells whether dimensions are neighbours in memory: the batch alone, the channels alone, or a part of space."""
     order = [dim for dim in _order(channels_last) if shape[dim] > 1 or dim in dims]
     places = [order.index(dim) for dim in dims]
     adjacent = bool(places) and max(places) - min(places) + 1 == len(places)
-    return adjacent and 0 not in dims and (1 not in dims or len(dims) == 1)
+    return adjacent and (len(dims) == 1 or dims.isdisjoint((0, 1)))
 
 
 def run(
@@ -121,7 +121,8 @@ def _axis(x: Tensor, dims: frozenset[int], aligned: bool) -> Axis:
     inner = prod(sizes[max(places) + 1 :])
     batch, channels = x.shape[:2]
     per_item = outer // batch if dims == {1} or last else outer // (batch * channels)
-    return Axis(outer, length, inner, per_item, dims == {1}, batch, channels, last, DTYPES[x.dtype], aligned)
+    lead = prod(x.shape[2:]) if dims == {0} else per_item
+    return Axis(outer, length, inner, lead, dims == {1}, dims == {0}, batch, channels, last, DTYPES[x.dtype], aligned)
 
 
 def is_channels_last(x: Tensor) -> bool:

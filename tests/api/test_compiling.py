@@ -251,7 +251,7 @@ def test_a_chain_inside_a_checkpoint(said: Callable[[], list[str]]) -> None:
 
 def test_what_is_not_fused_says_why(said: Callable[[], list[str]]) -> None:
     layer = nn.ConvTranspose3d(4, 8, 2, stride=2)
-    one = torch.randn(8, 4, 6, 8)  # a residual for all batch items
+    one = torch.randn(4, 6, 8)  # a residual for all channels of all batch items
 
     def run(x: Tensor) -> Tensor:
         z = layer(x)
@@ -266,6 +266,14 @@ def test_what_is_not_fused_says_why(said: Callable[[], list[str]]) -> None:
     torch._dynamo.reset()
     compiled(run)(x)
     assert "not fused, cpu tensors run PyTorch's operator" in said()[2]
+
+
+def test_a_convolution_whose_result_is_detached_gets_no_gradient(said: Callable[[], list[str]]) -> None:
+    layer, scale = nn.ConvTranspose3d(4, 8, 2, stride=2), torch.randn(8, 1, 1, 1, requires_grad=True)
+    with tconv3d.use_backend("emulator"):
+        compiled(lambda x: torch.tanh(layer(x).detach() * scale))(torch.randn(2, 4, 2, 3, 4)).sum().backward()
+    assert layer.weight.grad is None and scale.grad is not None
+    assert "no gradient flows" in said()[0]
 
 
 def test_without_a_compiler_the_rest_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,21 @@ FOUND: dict[str, tuple[Callable[..., Any], list[str]]] = {
     ),
     "in place": (lambda m, x: F.relu(m.up(x), inplace=True).add_(1), ["conv -> relu -> add"]),
     "statements": (lambda m, x: (lambda z: (z.mul_(2), m.norm(z))[1])(m.up(x)), ["conv -> mul -> batch_norm"]),
+    "statements at the end": (
+        lambda m, x: (lambda z: (m.act(z), z.clamp_(max=1), torch.cat([z, z], 1))[2])(m.up(x) * 2),
+        ["conv -> mul -> leaky_relu -> clamp"],
+    ),
+    "a detached copy": (
+        lambda m, x: (lambda z: (lambda y: (z + m.scale) * y + y)(z.clone().detach()))(m.up(x)),
+        ["conv -> clone -> add -> mul -> add"],
+    ),
+    "numbers computed from sizes": (
+        lambda m, x: (lambda z, s: z.view(s[0], s[1], -1).softmax(2).view(s[0], s[1] * s[2], s[3], s[4]) * 2)(
+            *(lambda z: (z, z.shape))(m.up(x))
+        ),
+        ["conv -> softmax -> mul"],
+    ),
+    "a view of another tensor": (lambda m, x, r: (lambda z: z * r.view(z.shape))(m.up(x)), ["conv -> mul"]),
     "two uses of the end": (lambda m, x: (lambda y: (y, m.conv(y[:, :2])))(F.relu(m.up(x))), ["conv -> relu"]),
     "largest channel": (lambda m, x: torch.max(m.up(x), 1)[0] * 2, ["conv -> max -> mul"]),
     "sizes of its own result": (lambda m, x: (lambda z: F.relu(z.view(z.shape)))(m.up(x)), ["conv -> relu"]),
@@ -120,7 +135,7 @@ ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "a read of its size": (lambda m, x, r: F.interpolate(r, size=m.up(x).shape[2:]), "no single result"),
     "several ends": (lambda m, x: (lambda z: (F.relu(z), z * 2))(m.up(x)), "no single result"),
     "it is added to another tensor in place": (lambda m, x, r: r.add_(m.up(x)), "add follows it"),
-    "a view of another tensor is written": (lambda m, x, r: r.view_as(m.up(x)).mul_(2), "view_as follows it"),
+    "a view of another tensor is written": (lambda m, x, r: r.view_as(m.up(x)).mul_(2), "no single result"),
     "its input is written in between": (
         lambda m, x, r: (lambda z, y: (F.relu(z + y.sum()), y))(m.up(x), x.mul_(2)),
         "mul_ writes to a tensor",

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from tail_checks import LAST, C, check_gradients, check_values, fused, operand
 from torch import Tensor, nn
 
+import tconv3d
+
 TAILS: dict[str, Callable[[Tensor], Tensor]] = {
     "max pool": lambda z: F.silu(F.max_pool3d(F.silu(z), 2)),
     "overlapping max pool": lambda z: F.max_pool3d(F.silu(z), 3, 2, 1) * 2,
@@ -53,3 +55,16 @@ def test_a_norm_before_and_a_softmax_behind_a_pool() -> None:
     report = check_values(model, x)
     assert len(report.passes) == 2 and not report.pytorch
     check_gradients(model, x, 10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_average_pool_comes_before_affine_maps(training: bool) -> None:
+    """Gradients of a norm's parameters are one pass of sums, of pooled numbers."""
+    tail = nn.Sequential(nn.BatchNorm3d(C), nn.AvgPool3d(2), nn.SiLU(), nn.AvgPool3d(2)).train(training)
+    nn.init.normal_(tail[0].weight)
+    model, x = fused(tail), operand(torch.float32)
+    check_values(model, x)
+    check_gradients(model, x, 20)
+    with tconv3d.use_backend("emulator"):
+        texts = model.report(x.requires_grad_()).gradients
+    assert sum("reduces" in text for text in texts) == 1 and not any("in PyTorch" in text for text in texts)

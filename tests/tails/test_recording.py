@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layers import poisoned
+from mutants import kernel_from, mutate
 from tail_checks import LAST, C, close, fused, operand
 from torch import Tensor, nn
 
 import tconv3d
 from tconv3d.api.fuse import FusedTail
+from tconv3d.tails.pointwise import is_view
 
 FULL = (2, C, 5, 7, 9)
 PASSED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = {
@@ -23,7 +26,8 @@ PASSED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = {
     "style": (((2, C), (C,)), lambda z, s, b: F.silu(z * (1 + s[..., None, None, None]) + b.view(C, 1, 1, 1))),
     "mask and number": (((2, 1, 5, 7, 9), ()), lambda z, m, n: (z * m).softmax(1) * n),
     "residual behind a norm": ((FULL,), lambda z, r: F.leaky_relu(F.instance_norm(z) + r)),
-    "residual of one item": (((C, 5, 7, 9),), lambda z, r: torch.sigmoid(z) * r),
+    "residual of one item": (((C, 5, 7, 9), (2, C)), lambda z, r, s: torch.sigmoid(z * s[..., None, None, None]) * r),
+    "softmax of the batch": (((1, C, 5, 7, 9),), lambda z, r: F.softmax(F.group_norm(z + r, 2), 0)),
 }
 
 
@@ -66,6 +70,15 @@ def test_gradients_of_passed_tensors(name: str) -> None:
     layout = LAST if len(name) % 2 else torch.contiguous_format
     passed = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
     check(fused(tail), operand(torch.float32, layout).requires_grad_(), passed, 20)
+
+
+def test_the_check_finds_numbers_of_another_channel(tmp_path: Path) -> None:
+    shapes, tail = PASSED["residual of one item"]
+    passed = [torch.randn(shape).requires_grad_() for shape in shapes]
+    model = fused(lambda z, *more: tail(z, *more) * 3)  # no other test has prepared its kernels
+    mutate("axis_pass", "(l + v - at) * args.channels + channel", "(l + v - at) * args.channels", tmp_path / "mutant")
+    with kernel_from(tmp_path / "mutant", "axis_pass"), pytest.raises(AssertionError, match="error"):
+        check(model, operand(torch.float32).requires_grad_(), passed, 20)
 
 
 def test_only_tensors_that_need_a_gradient_get_one() -> None:
@@ -224,6 +237,44 @@ def test_a_tail_that_switches_gradients_off_is_differentiated_by_pytorch() -> No
 
     check(fused(tail), operand(torch.float32).requires_grad_(), [], chained=False)
     check(fused(lambda z: F.silu(z) * torch.sigmoid(z).detach()), operand(torch.float32).requires_grad_(), [])
+
+
+def _through_data(z: Tensor) -> Tensor:
+    z.data.mul_(2)
+    return z * 3
+
+
+def _in_place(z: Tensor) -> Tensor:
+    y = z * 2
+    F.relu(y.detach(), inplace=True)
+    return y + z.cos()
+
+
+@pytest.mark.parametrize("tail", [_through_data, _in_place])
+def test_writes_to_a_detached_tensor_are_left_to_pytorch(tail: Callable[[Tensor], Tensor]) -> None:
+    """Values change, and gradients flow as if they had not."""
+    model, x = fused(tail), operand(torch.float32).requires_grad_()
+    check(model, x, [], chained=False)
+    with tconv3d.use_backend("emulator"):
+        assert "detached" in model.report(x).why_not
+
+
+def test_the_gradient_of_a_deviation_of_zero_is_zero() -> None:
+    model = fused(lambda z: (z * 0).std((2, 3, 4)) + z.mean((2, 3, 4)))
+    check(model, operand(torch.float32).requires_grad_(), [])
+
+
+def test_pytorch_computes_no_volume_between_passes() -> None:
+    """Views of tensors that passes have written are large as well, and a mean is taken once."""
+    tail = nn.Sequential(nn.BatchNorm3d(C), nn.SiLU(), nn.AvgPool3d(2), nn.AvgPool3d(2))
+    model, x = fused(tail), operand(torch.float32).requires_grad_()
+    check(model, x, [], 20)
+    (kind,) = model._kinds._met.values()
+    (recorded,) = kind._recorded.values()
+    rounds = recorded.gradient.rounds.rounds
+    small = [node for each in rounds for node in each.small if node.op == "call_function" and not is_view(node)]
+    assert small and all(node.meta["val"].numel() <= 2 * C for node in small if isinstance(node.meta["val"], Tensor))
+    assert sum(len(each.sums) for each in rounds) == 1
 
 
 def test_a_list_of_tensors_is_passed_on_unfused() -> None:

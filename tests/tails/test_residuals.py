@@ -84,9 +84,9 @@ def test_a_broken_twin_is_caught(fault: str, tmp_path: Path) -> None:
 
 
 def test_a_residual_that_is_used_with_gradients_too() -> None:
-    """Calls that record gradients add it in PyTorch, and the report says so."""
+    """Calls that record gradients add a tensor for all channels of all items in PyTorch, and the report says so."""
     block = tconv3d.fuse(nn.ConvTranspose3d(16, 8, 3), tail)
-    x, residual = torch.randn(2, 16, 3, 4, 5), torch.randn(8, 5, 6, 7, requires_grad=True)
+    x, residual = torch.randn(2, 16, 3, 4, 5), torch.randn(5, 6, 7, requires_grad=True)
     with tconv3d.use_backend("emulator"):
         assert "PyTorch" in block.report(x, residual).gradients[0]
         (ours,) = torch.autograd.grad(block(x, residual).sum(), residual)

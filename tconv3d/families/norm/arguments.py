@@ -77,7 +77,10 @@ AXIS_PASS = Arguments(
     along=CONST_POINTER("[operands][length]: numbers that depend on the place along the axis alone."),
     outer=INT64("Size of the dimensions before the axis."),
     inner=INT64("Size of the dimensions behind the axis."),
-    lead=INT64("Outer places of a batch item, or of a channel of it if channels are outer."),
+    lead=INT64(
+        "Outer places of a batch item, or of a channel of it if channels are outer; if batch items are the "
+        "axis, places of a channel."
+    ),
     rows=INT64("Batch items times channels."),
     length=INT32("Length of the axis."),
     channels=INT32("Channels."),

@@ -23,8 +23,9 @@ class Axis:
     outer: int
     length: int
     inner: int
-    lead: int  # outer places of a batch item, or of a channel of it if channels are outer
+    lead: int  # outer places of a batch item, or of a channel of it if channels are outer; a volume for a batch axis
     is_channels: bool
+    is_batch: bool
     batch: int
     channels: int
     channels_last: bool
@@ -72,6 +73,7 @@ def plan_axis(p: AxisProblem, device: Device) -> Plan:
         ("kVector", a.vector),
         ("kChannelsLast", a.channels_last),
         ("kAxisIsChannels", a.is_channels),
+        ("kAxisIsBatch", a.is_batch),
         ("kRows", a.rows),
         ("kLanes", lanes),
         ("kHeld", held > 0),

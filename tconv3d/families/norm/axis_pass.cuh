@@ -104,7 +104,11 @@ struct AxisPass {
     return (outer * args.length + l) * args.inner + inner;
   }
   __device__ __forceinline__ long long row_of(int l, int v) const {
-    if constexpr (C::kAxisIsChannels) {
+    if constexpr (C::kAxisIsBatch) {
+      const int at = C::kRows ? 0 : v;
+      const long long channel = C::kChannelsLast ? (inner + at) % args.channels : (inner + at) / args.lead;
+      return static_cast<long long>(l + v - at) * args.channels + channel;
+    } else if constexpr (C::kAxisIsChannels) {
       return row + l + (C::kRows ? v : 0);
     } else if constexpr (C::kChannelsLast) {
       return row + (inner + v) % args.channels;
