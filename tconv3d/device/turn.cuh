@@ -37,17 +37,27 @@ struct Turn {
                lanes * kItems, item};
   }
 
-  // Loads kItems elements of each of the thread's rows. Threads past the last row or column load the last
-  // ones, and elements past the end of a row have any value.
+  // Loads kItems elements of each of the thread's rows. A group of rows lies in one line. Threads past the
+  // last row or column load the last ones, and elements past the end of a row have any value.
   static __device__ __forceinline__ void load(const Matrices& m, const void* tensor, const Own& own,
                                               Words (&found)[kRows]) {
     const auto* const begin = static_cast<const unsigned char*>(tensor);
     const int column = own.column < m.columns ? own.column : (m.columns - 1) & -kItems;
-    const auto* const matrix = begin + ((own.item + m.first) * m.rows * m.columns + column) * kItemBytes;
+    const auto* const matrix = begin + ((own.item + m.first) * m.from_rows * m.columns + column) * kItemBytes;
     const unsigned pitch = static_cast<unsigned>(m.columns * kItemBytes);
+    int row[kVectors],
+        left[kVectors];  // first row of a group in the source, and rows to the line's end
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int first = own.row_of(v * kItems) < m.rows ? own.row_of(v * kItems) : m.rows - 1;
+      const int line = divide(first, m.by_line);
+      row[v] = first - line * m.gap;
+      left[v] = (line + 1) * (static_cast<int>(m.by_line.divisor) - m.gap) - row[v];
+    }
     const auto from = [&](int k) {
-      const int row = own.row_of(k) < m.rows ? own.row_of(k) : m.rows - 1;
-      return matrix + static_cast<unsigned long long>(static_cast<unsigned>(row)) * pitch;
+      const int last = left[k / kItems] - 1,
+                own_row = row[k / kItems] + (k % kItems < last ? k % kItems : last);
+      return matrix + static_cast<unsigned long long>(static_cast<unsigned>(own_row)) * pitch;
     };
     if ((offset_in_vector(begin) | pitch % 16) == 0) {
 #pragma unroll
@@ -69,6 +79,17 @@ struct Turn {
     }
 #pragma unroll
     for (int k = 0; k < kRows; ++k) found[k] = load_elements<kItemBytes>(from(k), m.columns - column);
+  }
+
+  // Clears the rows behind the end of a line.
+  static __device__ __forceinline__ void clear_zeros(const Matrices& m, const Own& own,
+                                                     Words (&rows)[kRows]) {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const int row = own.row_of(k), line = divide(own.row_of(k / kItems * kItems), m.by_line);
+      if (row - line * static_cast<int>(m.by_line.divisor) >= static_cast<int>(m.by_line.divisor) - m.gap)
+        rows[k] = {};
+    }
   }
 
   // Returns vector v of column c of the thread's rows.
@@ -170,6 +191,7 @@ struct Turn {
     const Own own = own_part(m, tile);
     Words rows[kRows];
     load(m, from, own, rows);
+    if (m.gap != 0) clear_zeros(m, own, rows);
     if ((offset_in_vector(to) | m.rows * kItemBytes % 16) == 0) {
       store(m, to, own, rows);
     } else {

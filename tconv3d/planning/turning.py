@@ -31,17 +31,20 @@ _MATRICES = Struct(
     "Matrices",
     "A tensor as matrices that are transposed one by one, in tiles of a warp each.",
     elements=INT64("Elements of the tensor that is read, up to the last that exists."),
-    rows=INT32("Rows of a matrix that is read."),
+    from_rows=INT32("Rows of a matrix that is read."),
+    rows=INT32("Rows of a matrix with the rows of zeros behind every line, as it is written."),
     columns=INT32("Columns of a matrix that is read."),
     first_block=INT32("Index of the first block that works on this tensor."),
     tiles=INT32("Number of tiles; 0 where the launch has fewer tensors."),
     rows_first=INT32("Whether neighbouring tiles follow each other along the rows, not along the columns."),
+    by_line=DIVIDER("Divides by the rows of a line, with its rows of zeros; all rows are one line without any."),
+    gap=INT32("Rows of zeros behind every line."),
     by_fast=DIVIDER("Divides by the number of tiles along the dimension of neighbouring tiles."),
     by_slow=DIVIDER("Divides by the number of tiles along the other dimension."),
     log_lanes=INT32("Binary logarithm of a warp's lanes along the rows."),
     first=INT32("Index of the first matrix that is read; it becomes the first that is written."),
 )
-_NONE = dict.fromkeys(_MATRICES.fields, 0) | {"by_fast": 1, "by_slow": 1}  # fields of a tensor that does not exist
+_NOTHING = dict.fromkeys(_MATRICES.fields, 0) | {"by_line": 1, "by_fast": 1, "by_slow": 1}  # a tensor without tiles
 TURN = Arguments(
     "turn",
     first_from=CONST_POINTER("The first tensor as it is."),
@@ -78,16 +81,35 @@ class Turning:
     channels_are_rows: bool
     item_bytes: int
     first: int = 0  # index of the first matrix that is read; it becomes the first that is written
+    line: int = 0  # rows of a line, behind which the copy has rows of zeros up to a whole vector; 0 for no zeros
 
     @property
     def count(self) -> int:
         return self.items * self.rows * self.columns
 
     @property
+    def gap(self) -> int:
+        """The rows of zeros behind every line."""
+        return -self.line % (16 // self.item_bytes)
+
+    @property
+    def written_rows(self) -> int:
+        return self.rows + (self.rows // self.line * self.gap if self.line else 0)
+
+    @property
+    def written_bytes(self) -> int:
+        return self.items * self.written_rows * self.columns * self.item_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that are read and written."""
+        return self.count * self.item_bytes + self.written_bytes
+
+    @property
     def tile(self) -> tuple[int, int]:
         """The rows and columns of a tile, which are a power of two."""
         of_lane = (ROWS_OF_THREAD, 16 // self.item_bytes)
-        sizes, each = (self.rows, self.columns), of_lane
+        sizes, each = (self.written_rows, self.columns), of_lane
         if not self.channels_are_rows:
             sizes, each = sizes[::-1], each[::-1]
         needed = [1 << (-(-size // own) - 1).bit_length() for size, own in zip(sizes, each, strict=True)]
@@ -99,7 +121,7 @@ class Turning:
     def tiles(self) -> tuple[int, int]:
         """The number of tiles along the rows and along the columns."""
         rows, columns = self.tile
-        return -(-self.rows // rows), -(-self.columns // columns)
+        return -(-self.written_rows // rows), -(-self.columns // columns)
 
     @property
     def blocks(self) -> int:
@@ -110,11 +132,14 @@ class Turning:
         of_rows, of_columns = self.tiles
         return {
             "elements": self.count + self.first * self.rows * self.columns,
-            "rows": self.rows,
+            "from_rows": self.rows,
+            "rows": self.written_rows,
             "columns": self.columns,
             "first_block": first_block,
             "tiles": self.items * of_rows * of_columns,
             "rows_first": self.channels_are_rows,
+            "by_line": self.line + self.gap if self.line else self.rows,
+            "gap": self.gap,
             "by_fast": of_rows if self.channels_are_rows else of_columns,
             "by_slow": of_columns if self.channels_are_rows else of_rows,
             "log_lanes": (self.tile[0] // ROWS_OF_THREAD).bit_length() - 1,
@@ -122,11 +147,17 @@ class Turning:
         }
 
 
-def turning(name: str, to: str, shape: tuple[int, ...], item_bytes: int, back: bool = False) -> Turning:
-    """Returns the transposition of a tensor from channels-last to contiguous, or from contiguous if `back`."""
+def turning(
+    name: str, to: str, shape: tuple[int, ...], item_bytes: int, back: bool = False, whole: bool = False
+) -> Turning:
+    """Returns the transposition of a tensor from channels-last to contiguous, or from contiguous if `back`.
+
+    `whole`: zeros follow every line of the contiguous tensor up to whole vectors of 16 bytes.
+    """
     channels, positions = shape[1], prod(shape[2:])
     rows, columns = (channels, positions) if back else (positions, channels)
-    return Turning(name, to, shape[0], rows, columns, back, item_bytes)
+    assert not (back and whole)
+    return Turning(name, to, shape[0], rows, columns, back, item_bytes, line=shape[-1] if whole else 0)
 
 
 def turn(turnings: Sequence[Turning], overlaps: bool, hopper: bool = True) -> Launch:
@@ -138,7 +169,7 @@ def turn(turnings: Sequence[Turning], overlaps: bool, hopper: bool = True) -> La
     assert 0 < len(turnings) <= MOST and len({each.item_bytes for each in turnings}) == 1
     for name, each in zip_longest(("first", "second", "third"), turnings):
         places |= {f"{name}_from": each.from_ if each else "null", f"{name}_to": each.to if each else "null"}
-        sizes[name] = each.arguments(first) if each else _NONE
+        sizes[name] = each.arguments(first) if each else _NOTHING
         first += each.blocks if each else 0
     return TURN.launch(
         first,

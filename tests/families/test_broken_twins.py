@@ -238,6 +238,13 @@ TWINS = (
         Case(ODD, "bfloat16", favoured="to_rows", wanted=("weight",)),
     ),
     Twin(
+        "tensor_weight_grad",
+        "turn",
+        "rows[k] = {};",
+        "rows[k] = rows[0];",
+        Case(ODD, "bfloat16", plans="A100", favoured="to_lines", wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
         "norm",
         "statistics",
         "squares[0] += part.squares + shift",

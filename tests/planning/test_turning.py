@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fuzz.guards import Guards
 
 from tconv3d import emulator
@@ -51,6 +52,24 @@ def test_matrices_of_all_sizes_and_alignments(dtype: torch.dtype, back: bool, at
         for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
             assert torch.equal(source[number:], target), (MATRICES[i - 2 + number], number)
         assert guards.damage() is None
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [3, 16, 72])
+@pytest.mark.parametrize("width", [1, 5, 9, 79])
+def test_zeros_follow_lines_up_to_whole_vectors(dtype: torch.dtype, channels: int, width: int) -> None:
+    shape, columns = (2, channels, 2, 3, width), -width % (16 // dtype.itemsize)
+    guards = Guards("cpu", at_end=True)
+    source = guards.place("source", shape, channels_last_strides(shape), dtype)
+    target = guards.place(
+        "target", (*shape[:4], width + columns), contiguous_strides((*shape[:4], width + columns)), dtype
+    )
+    source.copy_(torch.randint(-99, 99, shape))
+    each = turning.turning("source", "target", shape, dtype.itemsize, whole=True)
+    assert each.written_bytes == target.nbytes
+    emulator.prepare(turning.turn([each], overlaps=False))((source.data_ptr(), 0, 0, target.data_ptr(), 0, 0))
+    assert torch.equal(target, F.pad(source, (0, columns))) and guards.damage() is None
 
 
 @pytest.mark.parametrize("shape", [(1, 2**12, 2**3, 2**8, 2**8), (1, 3, 2**10, 2**8, 2**10)])

@@ -93,7 +93,7 @@ def work(problem: Problem, device: Device) -> Work:
     """Returns the predicted work of the plan's launches."""
     p, slices = problem, slices_of(problem)
     one = replace(turned(p), batch=p.batch // slices)
-    moved = sum(2 * each.count * p.item_bytes for each in turnings(p))
+    moved = sum(each.moved_bytes for each in turnings(p))
     cycles = moved / (BYTES * device.multiprocessors) + slices * (hopper.cycles(one, device) + LAUNCH)
     return Work(slices + 2, cycles)
 
