@@ -10,7 +10,7 @@ the gradients of the copy:
 - For contiguous lines of odd length, dy, and x for a weight gradient on Hopper, are written as channels-last tensors
   (device/turn.cuh), in which every position begins at a multiple of 16 bytes.
 - For the gradients of weight and bias, channels-last dy and x are written as contiguous tensors (device/turn.cuh).
-  Zeros follow the lines of 16-bit dy up to whole vectors if their length is odd.
+  Zeros follow the lines of dy up to whole vectors if their length is odd.
 
 It needs no kernel of any family, and works on every GPU that the families work on. The predicted time is that of the
 cover and of the copy. This module knows nothing of which families there are.
@@ -51,6 +51,8 @@ MOST_BYTES = 2**29  # bytes of the copies
 # of the 18.4 bytes that the memory of an H200 copies. A warp takes 15 instructions, counted in machine code, for 256
 # bytes of rows of odd length; a multiprocessor issues 55 in the time that memory takes.
 TURNED_BYTES = 15.6
+# Least channels per group and positions of x for contiguous copies: other layers have no kernels that gain from them.
+LEAST_CHANNELS, LEAST_POSITIONS = 4, 64
 THREADS = 256
 AT_ONCE = 4  # vectors per thread
 ALIGNED, ROWS_DY, ROWS_X, LINES_DY, LINES_X = (  # regions of the workspace
@@ -80,7 +82,8 @@ def shape_of(problem: Problem) -> tuple[int, ...]:
 def aligned_shape(problem: Problem) -> tuple[int, ...]:
     """Returns the shape of dy with lines of whole vectors."""
     *others, width = shape_of(problem)
-    return (*others, -(-width // VECTOR) * VECTOR)
+    vector = 16 // problem.item_bytes
+    return (*others, -(-width // vector) * vector)
 
 
 def _strides(problem: Problem) -> Strides:
@@ -192,9 +195,12 @@ def _lines_copy(main: Problem, wanted: Wanted, device: Device) -> Copy | None:
 
     On Hopper, `families/weight_grad/via_contiguous.py` does for 16-bit types and TF32, where lines need no zeros.
     """
-    whole = main.item_bytes == 2 and main.output_size[2] % 2 == 1
-    other = device.capability[0] == 9 and (main.item_bytes == 2 or main.tf32) and not whole
-    if main.which is not Pass.WEIGHT_GRAD or main.item_bytes not in (2, 4) or other:
+    g, whole = main.geometry, main.output_size[2] % 2 == 1
+    if main.which is not Pass.WEIGHT_GRAD or main.item_bytes not in (2, 4):
+        return None
+    if device.capability[0] == 9 and (main.tf32 if main.item_bytes == 4 else not whole):
+        return None
+    if min(g.in_per_group, g.out_per_group) < LEAST_CHANNELS or main.batch * prod(main.input_size) < LEAST_POSITIONS:
         return None
     turnings = [turning("dy", LINES_DY, shape_of(main), main.item_bytes, whole=whole)]
     if channels_last(main.input, _x_shape(main)):
