@@ -40,17 +40,13 @@ from .problem import (
     channels_last_strides,
     contiguous_strides,
 )
-from .turning import Turning, channels_last, turn, turning
+from .turning import TURNED_BYTES, Turning, channels_last, turn, turning
 
 KERNEL = "align"
 VECTOR = 8  # elements of 16 bits in 16 bytes
 TO_ROWS = "to_rows"  # names the offers by way of channels-last copies
 TO_LINES = "to_lines"  # names the offers by way of contiguous copies
 MOST_BYTES = 2**29  # bytes of the copies
-# Bytes that the transpose reads and writes per cycle and multiprocessor. The rate is derived, not measured: it is 85%
-# of the 18.4 bytes that the memory of an H200 copies. A warp takes 15 instructions, counted in machine code, for 256
-# bytes of rows of odd length; a multiprocessor issues 55 in the time that memory takes.
-TURNED_BYTES = 15.6
 # Least channels per group and positions of x for contiguous copies: other layers have no kernels that gain from them.
 LEAST_CHANNELS, LEAST_POSITIONS = 4, 64
 THREADS = 256

@@ -23,6 +23,10 @@ ROWS_OF_THREAD = 8  # rows of a matrix that a thread of the kernel `turn` loads 
 CHANNEL_LANES = 4  # lanes of a warp along the channels, unless there are too few channels or positions
 MIN_BLOCKS = 5  # least blocks of the kernel `turn` on a multiprocessor: a thread may have 96 registers
 MOST = 3  # tensors per launch
+# Bytes that the transpose reads and writes per cycle and multiprocessor. The rate is derived, not measured: it is 85%
+# of the 18.4 bytes that the memory of an H200 copies. A warp takes 15 instructions, counted in machine code, for 256
+# bytes of rows of odd length; a multiprocessor issues 55 in the time that memory takes.
+TURNED_BYTES = 15.6
 ROW_PIECES = 8  # pieces of 16 bytes per position that a block of the kernel `rows` writes
 ROW_POSITIONS = 64  # positions per block of the kernel `rows`
 ROW_THREADS = 128  # threads per block of the kernel `rows`
