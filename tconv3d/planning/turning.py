@@ -18,29 +18,37 @@ from .launch import Launch
 from .problem import ITEM_BYTES, Strides
 from .scalars import SCALARS
 
-THREADS = 256  # per block of the kernel `turn`
-TILE_WORDS = 4096  # words of 4 bytes per tile
-MAX_CHANNELS = 64  # channels per tile, unless there are too few positions to fill the tile
-LEAST, MOST_OF_A_SIDE = 3, 9  # binary logarithms of the fewest and the most channels per tile
+THREADS = 128  # per block of the kernel `turn`
+ROWS_OF_THREAD = 8  # rows of a matrix that a thread of the kernel `turn` loads (kRows in device/turn.cuh)
+CHANNEL_LANES = 4  # lanes of a warp along the channels, unless there are too few channels or positions
+MIN_BLOCKS = 5  # least blocks of the kernel `turn` on a multiprocessor: a thread may have 96 registers
 MOST = 3  # tensors per launch
+# Bytes that the transpose reads and writes per cycle and multiprocessor. The rate is derived, not measured: it is 85%
+# of the 18.4 bytes that the memory of an H200 copies. A warp takes 15 instructions, counted in machine code, for 256
+# bytes of rows of odd length; a multiprocessor issues 55 in the time that memory takes.
+TURNED_BYTES = 15.6
 ROW_PIECES = 8  # pieces of 16 bytes per position that a block of the kernel `rows` writes
 ROW_POSITIONS = 64  # positions per block of the kernel `rows`
 ROW_THREADS = 128  # threads per block of the kernel `rows`
 
 _MATRICES = Struct(
     "Matrices",
-    "A tensor as matrices that are transposed one by one, and the blocks of the launch that do it.",
-    rows=INT64("Rows of a matrix that is read."),
-    columns=INT64("Columns of a matrix that is read."),
+    "A tensor as matrices that are transposed one by one, in tiles of a warp each.",
+    elements=INT64("Elements of the tensor that is read, up to the last that exists."),
+    from_rows=INT32("Rows of a matrix that is read."),
+    rows=INT32("Rows of a matrix with the rows of zeros behind every line, as it is written."),
+    columns=INT32("Columns of a matrix that is read."),
     first_block=INT32("Index of the first block that works on this tensor."),
-    blocks=INT32("Number of blocks that work on this tensor; 0 where the launch has fewer tensors."),
-    tiles_of_rows=INT32("Tiles along the rows of a matrix."),
-    tiles_of_columns=INT32("Tiles along the columns of a matrix."),
-    log_rows=INT32("Binary logarithm of the rows of a tile, in elements."),
-    log_columns=INT32("Binary logarithm of the columns of a tile, in elements."),
-    pairs=INT32("Whether 16-bit elements are moved two by two."),
+    tiles=INT32("Number of tiles; 0 where the launch has fewer tensors."),
+    rows_first=INT32("Whether neighbouring tiles follow each other along the rows, not along the columns."),
+    by_line=DIVIDER("Divides by the rows of a line, with its rows of zeros; all rows are one line without any."),
+    gap=INT32("Rows of zeros behind every line."),
+    by_fast=DIVIDER("Divides by the number of tiles along the dimension of neighbouring tiles."),
+    by_slow=DIVIDER("Divides by the number of tiles along the other dimension."),
+    log_lanes=INT32("Binary logarithm of a warp's lanes along the rows."),
     first=INT32("Index of the first matrix that is read; it becomes the first that is written."),
 )
+_NOTHING = dict.fromkeys(_MATRICES.fields, 0) | {"by_line": 1, "by_fast": 1, "by_slow": 1}  # a tensor without tiles
 TURN = Arguments(
     "turn",
     first_from=CONST_POINTER("The first tensor as it is."),
@@ -76,83 +84,103 @@ class Turning:
     columns: int
     channels_are_rows: bool
     item_bytes: int
-    pairs: bool  # 16-bit elements are moved in pairs
     first: int = 0  # index of the first matrix that is read; it becomes the first that is written
+    line: int = 0  # rows of a line, behind which the copy has rows of zeros up to a whole vector; 0 for no zeros
 
     @property
     def count(self) -> int:
         return self.items * self.rows * self.columns
 
     @property
-    def log_tile(self) -> tuple[int, int]:
-        """Binary logarithms of the rows and columns of a tile, in elements."""
-        log_words = (TILE_WORDS * (2 if self.pairs else 1)).bit_length() - 1
-        channels, positions = (self.rows, self.columns) if self.channels_are_rows else (self.columns, self.rows)
-        log_channels = max(LEAST, (min(channels, MAX_CHANNELS) - 1).bit_length())
-        if channels > MAX_CHANNELS:  # narrower tiles, where these have fewer channels past the last one
-            wide, narrow = (-(-channels >> log) << log for log in (log_channels, log_channels - 1))
-            log_channels -= narrow < wide
-        log_positions = min(log_words - log_channels, max(1, (positions - 1).bit_length()))
-        log_channels = min(max(LEAST, (channels - 1).bit_length()), log_words - log_positions, MOST_OF_A_SIDE)
-        return (log_channels, log_positions) if self.channels_are_rows else (log_positions, log_channels)
+    def gap(self) -> int:
+        """The rows of zeros behind every line."""
+        return -self.line % (16 // self.item_bytes)
+
+    @property
+    def written_rows(self) -> int:
+        return self.rows + (self.rows // self.line * self.gap if self.line else 0)
+
+    @property
+    def written_bytes(self) -> int:
+        return self.items * self.written_rows * self.columns * self.item_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that are read and written."""
+        return self.count * self.item_bytes + self.written_bytes
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The rows and columns of a tile, which are a power of two."""
+        of_lane = (ROWS_OF_THREAD, 16 // self.item_bytes)
+        sizes, each = (self.written_rows, self.columns), of_lane
+        if not self.channels_are_rows:
+            sizes, each = sizes[::-1], each[::-1]
+        needed = [1 << (-(-size // own) - 1).bit_length() for size, own in zip(sizes, each, strict=True)]
+        positions = min(32 // min(CHANNEL_LANES, needed[0]), needed[1])
+        row_lanes = 32 // positions if self.channels_are_rows else positions
+        return row_lanes * of_lane[0], 32 // row_lanes * of_lane[1]
 
     @property
     def tiles(self) -> tuple[int, int]:
-        log_rows, log_columns = self.log_tile
-        return -(-self.rows >> log_rows), -(-self.columns >> log_columns)
+        """The number of tiles along the rows and along the columns."""
+        rows, columns = self.tile
+        return -(-self.written_rows // rows), -(-self.columns // columns)
 
     @property
     def blocks(self) -> int:
-        return self.items * prod(self.tiles)
+        return -(-self.items * prod(self.tiles) // (THREADS // 32))
 
     def arguments(self, first_block: int) -> dict[str, int]:
         """Returns the values of `struct Matrices`; `first_block` is the first block that works on this tensor."""
-        (log_rows, log_columns), (tiles_of_rows, tiles_of_columns) = self.log_tile, self.tiles
+        of_rows, of_columns = self.tiles
         return {
-            "rows": self.rows,
+            "elements": self.count + self.first * self.rows * self.columns,
+            "from_rows": self.rows,
+            "rows": self.written_rows,
             "columns": self.columns,
             "first_block": first_block,
-            "blocks": self.blocks,
-            "tiles_of_rows": tiles_of_rows,
-            "tiles_of_columns": tiles_of_columns,
-            "log_rows": log_rows,
-            "log_columns": log_columns,
-            "pairs": self.pairs,
+            "tiles": self.items * of_rows * of_columns,
+            "rows_first": self.channels_are_rows,
+            "by_line": self.line + self.gap if self.line else self.rows,
+            "gap": self.gap,
+            "by_fast": of_rows if self.channels_are_rows else of_columns,
+            "by_slow": of_columns if self.channels_are_rows else of_rows,
+            "log_lanes": (self.tile[0] // ROWS_OF_THREAD).bit_length() - 1,
             "first": self.first,
         }
 
-    @property
-    def efficiency(self) -> float:
-        """The share of the tiles' channels that exist in the tensor, at most 1."""
-        channels = self.rows if self.channels_are_rows else self.columns
-        log_channels = self.log_tile[0 if self.channels_are_rows else 1]
-        return channels / (-(-channels >> log_channels) << log_channels)
-
 
 def turning(
-    name: str, to: str, shape: tuple[int, ...], item_bytes: int, aligned: bool, back: bool = False
+    name: str, to: str, shape: tuple[int, ...], item_bytes: int, back: bool = False, whole: bool = False
 ) -> Turning:
-    """Returns the transposition of a tensor from channels-last to contiguous, or from contiguous if `back`."""
+    """Returns the transposition of a tensor from channels-last to contiguous, or from contiguous if `back`.
+
+    `whole`: zeros follow every line of the contiguous tensor up to whole vectors of 16 bytes.
+    """
     channels, positions = shape[1], prod(shape[2:])
     rows, columns = (channels, positions) if back else (positions, channels)
-    pairs = item_bytes == 2 and aligned and rows % 2 == 0
-    return Turning(name, to, shape[0], rows, columns, back, item_bytes, pairs)
+    assert not (back and whole)
+    return Turning(name, to, shape[0], rows, columns, back, item_bytes, line=shape[-1] if whole else 0)
 
 
-def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
-    """Returns the launch that turns up to MOST tensors of one element size."""
+def turn(turnings: Sequence[Turning], overlaps: bool, hopper: bool = True) -> Launch:
+    """Returns the launch that turns up to MOST tensors of one element size.
+
+    `hopper`: the launch may overlap the previous one, and does if `overlaps`.
+    """
     places, sizes, first = dict[str, str](), dict[str, Any](), 0
     assert 0 < len(turnings) <= MOST and len({each.item_bytes for each in turnings}) == 1
     for name, each in zip_longest(("first", "second", "third"), turnings):
         places |= {f"{name}_from": each.from_ if each else "null", f"{name}_to": each.to if each else "null"}
-        sizes[name] = each.arguments(first) if each else dict.fromkeys(_MATRICES.fields, 0)
+        sizes[name] = each.arguments(first) if each else _NOTHING
         first += each.blocks if each else 0
     return TURN.launch(
         first,
         THREADS,
-        (("kItemBytes", turnings[0].item_bytes), ("kTileWords", TILE_WORDS), ("kMostRows", 2 * TILE_WORDS >> LEAST)),
+        (("kItemBytes", turnings[0].item_bytes), ("kOverlaps", hopper)),
         places,
-        min_blocks=4,
+        min_blocks=MIN_BLOCKS,
         overlaps=overlaps,
         **sizes,
     )

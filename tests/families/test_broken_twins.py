@@ -263,16 +263,23 @@ TWINS = (
     Twin(
         "turned",
         "turn",
-        "staged[r * pitch + c]);",
-        "staged[r * pitch]);",
+        "own[2].at[c], own[3].at[c]",
+        "own[2].at[c], own[2].at[c]",
         Case(ODD, favoured="turned", wanted=("weight",), input=LAST, grad=LAST),
     ),
     Twin(
         "rows_weight_grad",
         "turn",
-        "values[i] = values[i] >> 16 | next << 16;",
-        "values[i] = next;",
+        "select<kItemBytes>(around[k], offset_in_vector(from(half + k)))",
+        "select<kItemBytes>(around[k], 0)",
         Case(ODD, "bfloat16", favoured="to_rows", wanted=("weight",)),
+    ),
+    Twin(
+        "tensor_weight_grad",
+        "turn",
+        "rows[k] = {};",
+        "rows[k] = rows[0];",
+        Case(ODD, "bfloat16", plans="A100", favoured="to_lines", wanted=("weight",), input=LAST, grad=LAST),
     ),
     Twin(
         "norm",

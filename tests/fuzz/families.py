@@ -46,6 +46,7 @@ FAVOURED: dict[str, Favour] = {
     "cheapest": Favour(),
     "turned": Favour(("turned",)),
     "rows": Favour(("rows_weight_grad",)),
+    "to_lines": Favour(("to_lines", "tensor_weight_grad", "hopper_weight_grad")),
     "to_rows": Favour(("to_rows", "rows_weight_grad", "align")),
     "unfold": Favour(("unfold",)),
     "gather": Favour(("gather",)),

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fuzz.guards import Guards
+from fuzz import run
+from fuzz.case import Case, Memory
 from layers import Layer, check, shifted
 from preferred import forgetting, preferring
 from problems import A100, H200, problems
 
 from tconv3d import emulator
-from tconv3d.planning import aligning, planner, turning
-from tconv3d.planning.problem import Pass, channels_last_strides, contiguous_strides
+from tconv3d.planning import aligning, planner
+from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides
 from tconv3d.runtime import compiler
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
@@ -43,24 +44,6 @@ def test_the_kernel_copies_lines_and_appends_zeros(width: int, offset: int) -> N
 
 
 @needs_emulator
-@pytest.mark.parametrize("channels", [2, 6, 24, 40])
-@pytest.mark.parametrize("positions", [1, 7, 45, 333])
-@pytest.mark.parametrize("at_end", [True, False])
-def test_odd_rows_are_transposed_in_pairs(channels: int, positions: int, at_end: bool) -> None:
-    """Both tensors lie between guard pages, so that a word outside of them is a fault."""
-    shape = (3, channels, 1, 1, positions)
-    guards = Guards("cpu", at_end)
-    source = guards.place("source", shape, contiguous_strides(shape), torch.float16)
-    copy = guards.place("copy", shape, channels_last_strides(shape), torch.float16)
-    source.copy_(torch.randint(-999, 999, shape))
-    each = turning.turning("source", "copy", shape, 2, aligned=True, back=True)
-    assert each.pairs and each.columns % 2 == 1
-    emulator.prepare(turning.turn([each], overlaps=False))((source.data_ptr(), 0, 0, copy.data_ptr(), 0, 0))
-    assert torch.equal(copy, source)
-    assert guards.damage() is None
-
-
-@needs_emulator
 @pytest.mark.parametrize(
     ("name", "dtype", "way", "copy"),
     [
@@ -81,6 +64,31 @@ def test_gradients_against_float64(
     with preferring(way):
         check(LAYERS[name], dtype, ours)
     assert copy in kernels, kernels
+
+
+ALL = ("input", "weight", "bias")
+LAST = Memory("ndhwc")
+CASES = {
+    "odd lines on Hopper": Case(Layer(24, 16, (3, 3, 5), T3, T2, T1), "bfloat16", wanted=ALL[1:]),
+    "odd lines": Case(Layer(9, 11, (3, 4, 4), (2, 3, 4), (1, 1, 2), T1, (0, 0, 1)), "float16", "A100", wanted=ALL),
+    "strict float32 on Hopper": Case(Layer(20, 6, (2, 3, 7), T3, T1, T1), "float32", wanted=ALL[1:2]),
+    "TF32 and groups": Case(Layer(16, 32, (2, 2, 9), T3, T2, T1, groups=2), "tf32", "A100", wanted=ALL[1:]),
+    "rows for the input gradient": Case(Layer(8, 16, (2, 3, 5), T3, T2, T1), "bfloat16", wanted=ALL[:1]),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_by_transposed_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: list[str] = []
+    prepare = emulator.prepare
+    monkeypatch.setattr(emulator, "prepare", lambda launch: kernels.append(launch.kernel) or prepare(launch))
+    case = replace(CASES[name], favoured="to_rows", at_end=False)
+    if "rows" not in name:
+        case = replace(case, favoured="to_lines", input=LAST, grad=LAST, at_end=True)
+    with forgetting():
+        run.check(case, "cpu")
+    assert "turn" in kernels, kernels
 
 
 def offers(layer: Layer, dtype: str, **changes: object) -> dict[str, str]:
@@ -125,6 +133,35 @@ def test_every_launch_reads_the_copies(way: str, copy: str, regions: dict[str, s
     ends = sorted([*places.values(), plan.workspace_bytes])
     start = places[regions["dy"]]
     assert min(end for end in ends if end > start) - start >= size
+
+
+def last(layer: Layer, dtype: str) -> dict[Pass, Problem]:
+    """Returns the gradients of channels-last tensors."""
+    found = {w: p for w, p in problems(layer, dtype).items() if w is not Pass.FORWARD}
+    for which, p in found.items():
+        y = channels_last_strides((p.batch, layer.out_channels, *p.output_size))
+        x = channels_last_strides((p.batch, layer.in_channels, *p.input_size))
+        found[which] = replace(p, output=y, input=p.input if which is Pass.BIAS_GRAD else x)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "copied"),
+    [
+        (H200, "bfloat16", 8, True),
+        (H200, "float32", 8, False),  # TF32, for which the family "turned" copies
+        (A100, "float32", 8, True),
+        (A100, "float64", 8, False),
+    ],
+    ids=str,
+)
+def test_which_channels_last_gradients_are_copied(device: Device, dtype: str, width: int, copied: bool) -> None:
+    wanted = last(Layer(32, 48, (4, 8, width), T3, T2, T1), dtype)
+    with forgetting():
+        found = {each.kernel: each for each in planner.answers(wanted, device)}
+    assert ("to_lines" in found) is copied
+    if copied:
+        assert found["to_lines"].passes == (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
 
 
 def test_lines_of_odd_length_are_copied_where_that_is_predicted_to_win() -> None:

@@ -127,9 +127,9 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     shape = (g.in_channels, g.out_channels, *g.kernel)
     launches = [_main(p, q, weight, tiling, parts), sum_of_parts(p, parts, dw)]
     if weight != "weight":
-        launches.insert(0, turn([turning("weight", weight, shape, p.item_bytes, False, back=True)], False))
+        launches.insert(0, turn([turning("weight", weight, shape, p.item_bytes, back=True)], False))
     if dw != "dw":
-        launches.append(turn([turning(dw, "dw", shape, p.item_bytes, True)], True))
+        launches.append(turn([turning(dw, "dw", shape, p.item_bytes)], True))
     # Transposed tensors have the size of the weight, with taps before output channels.
     turned = [name for name in (weight, dw) if name.startswith("turned")]
     pitch = -(-prod(shape) * p.item_bytes // REGION_ALIGN) * REGION_ALIGN

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...planning import offers
+from ...planning import calibration, offers
 from ...planning.calibration import Work
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
-from ...planning.turning import Turning, channels_last, turn, turning
+from ...planning.turning import TURNED_BYTES, Turning, channels_last, turn, turning
 from . import hopper
 
 REGION_ALIGN = 256
 MAX_BYTES = 2**28  # most bytes that are transposed at a time
 MAX_SLICES = 8  # most slices of the batch, which are computed one after another
 
-# Rates and costs of the transpose, for the predicted time.
-BYTES = 14.0  # bytes read and written per cycle by a multiprocessor
-LAUNCH = 3500.0  # cycles per launch
+# Kind of the rates, which are derived: those that `tconv3d calibrate` measured are of a transpose that copied words.
+KIND = "copies of 16 bytes"
 
 
 def turnings(p: Problem) -> list[Turning]:
@@ -34,7 +33,7 @@ def turnings(p: Problem) -> list[Turning]:
         ("x", p.input, (p.batch, g.in_channels, *p.input_size)),
     ]
     return [
-        turning(name, f"turned {name}", shape, p.item_bytes, p.aligned)
+        turning(name, f"turned {name}", shape, p.item_bytes)
         for name, strides, shape in tensors
         if channels_last(strides, shape)
     ]
@@ -81,16 +80,19 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     ask = "turned", wanted, device, why_not, work, plan
-    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    found = [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    factor = calibration.surcharge("turned", device, KIND)
+    return [replace(each, kind=KIND, surcharge=factor) if isinstance(each, Offer) else each for each in found]
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the predicted work of the plan's launches."""
-    p, slices = problem, slices_of(problem)
-    one = replace(turned(p), batch=p.batch // slices)
-    moved = sum(2 * each.count * p.item_bytes / each.efficiency for each in turnings(p))
-    cycles = moved / (BYTES * device.multiprocessors) + slices * (hopper.cycles(one, device) + LAUNCH)
-    return Work(slices + 2, cycles)
+    """Returns the work of the copies, with the predicted time of the other launches as cycles."""
+    slices = slices_of(problem)
+    one = replace(turned(problem), batch=problem.batch // slices)
+    microseconds = slices * calibration.microseconds("hopper_weight_grad", one, hopper.work(one, device), device)
+    rate = calibration.rates_of("turned", KIND, device)["kilocycles"]
+    moved = sum(each.moved_bytes for each in turnings(problem))
+    return Work(slices, 1e3 * microseconds / rate + moved / (TURNED_BYTES * device.multiprocessors))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
