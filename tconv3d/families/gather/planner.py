@@ -24,7 +24,7 @@ from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, contiguous_strides, dense_strides
 from ...planning.scalars import SCALARS
 from ...planning.sums import Sum, add_parts
-from ...planning.turning import Turning, channels_last, turn, turning
+from ...planning.turning import TURNED_BYTES, Turning, channels_last, turn, turning
 from .arguments import GATHERED_PRODUCTS
 
 CHUNK = 64  # numbers of K
@@ -47,14 +47,12 @@ MOST_SUMMING = 8  # most blocks per multiprocessor of the launch that adds parts
 
 # Costs of a multiprocessor in cycles at 1.755 GHz. Nobody has measured this kernel. They are those of the kernel
 # unfolded_products in TF32, which was measured on an H200 and has the same tiles: a chunk has the same bytes and
-# takes the tensor cores as many cycles. Costs of turned tensors were measured on an H200.
+# takes the tensor cores as many cycles.
 BLOCK_CYCLES = 6000.0  # cycles per block until the first chunk arrives, and to store the sums
 PRODUCTS = 1600.0  # products of two numbers per cycle
 L2_BYTES = 38.0  # bytes per cycle from the L2 cache
 PART_BYTES = 18.0  # bytes of parts per cycle that are written and read again
 BIAS_BYTES, BIAS_CYCLES = 14.0, 2000.0  # bytes of dy per cycle for the bias gradient, and cycles of a block
-TURNED_BYTES = 14.0  # bytes per cycle that are read or written to turn a tensor; 11 where elements move one by one
-SINGLE_BYTES = 11.0
 LAUNCH = 3500.0  # cycles per launch
 
 
@@ -181,13 +179,13 @@ class Turned:
         p = problems[Pass.INPUT_GRAD]
         g = p.geometry
         names, before = dict[str, str](), list[Turning]()
-        for name, strides, shape, aligned in _tensors(problems):
+        for name, strides, shape, _ in _tensors(problems):
             names[name] = name
             if not _as_rows(strides, shape):
                 names[name] = f"turned {name}"
-                before.append(turning(name, names[name], shape, p.item_bytes, aligned, back=True))
+                before.append(turning(name, names[name], shape, p.item_bytes, back=True))
         names["dw"] = "dw" if g.taps == 1 else "turned dw"
-        behind = [] if g.taps == 1 else [turning("turned dw", "dw", _weight_shape(g), p.item_bytes, True)]
+        behind = [] if g.taps == 1 else [turning("turned dw", "dw", _weight_shape(g), p.item_bytes)]
         return Turned(names, before, behind)
 
     def bytes(self) -> dict[str, int]:
@@ -196,11 +194,9 @@ class Turned:
         return sizes | {each.from_: each.count * each.item_bytes for each in self.behind}
 
     def cycles(self, device: Device) -> float:
-        found = 0.0
-        for each in (*self.before, *self.behind):
-            rate = TURNED_BYTES if each.pairs else SINGLE_BYTES
-            found += 2 * each.count * each.item_bytes / each.efficiency / rate / device.multiprocessors
-        return found + LAUNCH * (bool(self.before) + bool(self.behind))
+        moved = sum(each.moved_bytes for each in (*self.before, *self.behind))
+        launches = bool(self.before) + bool(self.behind)
+        return moved / (TURNED_BYTES * device.multiprocessors) + LAUNCH * launches
 
 
 def _tensors(problems: Wanted) -> list[tuple[str, Strides, tuple[int, ...], bool]]:
