@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import gcd
 from typing import Any
 
@@ -238,18 +238,16 @@ class Build:
         )
 
     @cached_property
-    def _depth_shifts(self) -> tuple[tuple[tuple[int, int], int], ...]:
-        """Pairs of ((planes from a position to its input, phase along d), number of panels that read there)."""
+    def depth_shifts(self) -> tuple[tuple[tuple[tuple[int, int], int], ...], int]:
+        """Where panels read along d, and the planes that are read from one position to the next.
+
+        The former are pairs of ((planes from a position to its input, phase along d), number of panels)."""
         found: Counter[tuple[int, int]] = Counter()
         p = self.program
         for i, shifts in enumerate(p.shifts):
             source = i // len(p.patterns)
             found.update((p.sources[source][0].origin + d, p.phases[source][0]) for d, *_ in shifts)
-        return tuple(found.items())
-
-    def needed_panels(self, planes: range, size: int) -> float:
-        """Returns the fraction of panels by which any of these planes of positions reads inside `size` planes."""
-        return _needed_panels(self._depth_shifts, self.program.read_step[0], planes, size)
+        return tuple(found.items()), p.read_step[0]
 
     # ---- marches
 
@@ -455,9 +453,3 @@ _DIVISIONS = {
     Division.LAST_TILES: ", last tiles divided",
     Division.CONSUMERS: ", consumers divide K",
 }
-
-
-@lru_cache(maxsize=4096)  # a search asks for equal planes with hundreds of builds
-def _needed_panels(shifts: tuple[tuple[tuple[int, int], int], ...], step: int, planes: range, size: int) -> float:
-    needed = (n for (shift, phase), n in shifts if any(0 <= (q + shift) * step + phase < size for q in planes))
-    return sum(needed) / sum(n for _, n in shifts)
