@@ -9,12 +9,12 @@ halo_layout.cuh explain the terms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import inf, prod
 from operator import itemgetter
 
 from ...planning.effort import HALO_BUILD, HALO_BUILDS, HALO_TILING, Effort
+from ...planning.plain_data import changed, once
 from . import loading
 from .boxes import DEPTHS, box_extents
 from .build import SLAB, Build, Division, Input, Output, VariantKind, ceil_div
@@ -178,7 +178,7 @@ class Least:
 
     # ---- bounds
 
-    @cached_property
+    @once
     def _tiles_of_block(self) -> float:
         """The fewest tiles, or planes of a march, that the busiest block has for each tile of the volume."""
         build, job, costs = self.build, self.job, self.costs
@@ -190,7 +190,7 @@ class Least:
             return each * march.fed(0, march.depth) * min(1.0, costs.shared)
         return each * self._chunks_of_boxes * costs.busy if build.division is Division.LAST_TILES else each
 
-    @cached_property
+    @once
     def _chunks_of_boxes(self) -> float:
         """The least cost of an average chunk of boxes, as a fraction of one that skips no products."""
         depths = tuple(box_extents(self.job.positions[0], DEPTHS))
@@ -201,7 +201,7 @@ class Least:
         """The tiles that the busiest block has beyond its part of all, if blocks divide the last tiles: a chunk."""
         return self.costs.busy / self.build.chunks if self.build.division is Division.LAST_TILES else 0.0
 
-    @cached_property
+    @once
     def any_tiling(self) -> float:
         """The bound for all tilings: every position is in a slab, and a block has at least one tile."""
         build, job, costs, p = self.build, self.job, self.costs, self.costs.overlap
@@ -232,12 +232,20 @@ class Least:
         p = self.costs.overlap
         return max(0.0, (most - self.around) ** p - self.memory**p) ** (1 / p) if most > self.around else 0.0
 
-    @cached_property
+    @once
     def _of_a_round(self) -> float:
         """The fewest cycles of work on the busiest multiprocessor for every round of slabs of the volume's tiles."""
         return ROUNDING * self._tiles_of_block * (self.round + self.store)
 
-    @cached_property
+    @property
+    def _at_once(self) -> int:
+        """The most tiles that all blocks compute at a time, outside of marches."""
+        columns = self.build.column_tiles
+        if not self.build.weights.resident:
+            return self.multiprocessors
+        return max(self.multiprocessors // columns, 1) * columns
+
+    @once
     def _of_a_tile(self) -> float:
         """The fewest cycles for every tile of the volume, besides loads and products."""
         return ROUNDING * self._tiles_of_block * self.each
@@ -247,12 +255,21 @@ class Least:
 
         Its arguments are their rounds of slabs, for the whole volume, and their number, or 0 for any number.
         """
-        build = self.build
-        if build.division is not Division.LAST_TILES:
+        build, of_a_round = self.build, self.round + self.store
+        if build.march or build.own_shifts or build.division is Division.BLOCKS:
             return lambda rounds, tiles: rounds * self._of_a_round + tiles * self._of_a_tile <= room
+        if build.division is not Division.LAST_TILES:
+            columns, at_once, most = build.column_tiles, self._at_once, room / ROUNDING
+
+            def worth_waves(rounds: int, tiles: int) -> bool:
+                if not tiles:
+                    return rounds * self._of_a_round <= room
+                return ceil_div(tiles * columns, at_once) * (rounds / tiles * of_a_round + self.each) <= most
+
+            return worth_waves
         # With more tiles, the last wave is a small part of the time.
         most = MAX_ROUNDS * self.multiprocessors // build.column_tiles
-        one, left = self._one_chunk * (self.round + self.store), room - self._one_chunk * self.each - self.last
+        one, left = self._one_chunk * of_a_round, room - self._one_chunk * self.each - self.last
 
         def worth(rounds: int, tiles: int) -> bool:
             if limited and tiles > most:
@@ -376,7 +393,7 @@ def _made(bounds: Least, tiling: Tiling, limited: bool, most: float, room: float
         if limited and 2 * tiling.work(build) > multiprocessors:
             return  # there are too few multiprocessors for two portions of every tile
         for portions in bounds.portions(tiling, most):
-            yield replace(tiling, portions=portions)
+            yield changed(tiling, {"portions": portions})
         return
     if build.division is Division.LAST_TILES:
         if limited and tiling.work(build) > MAX_ROUNDS * multiprocessors:
@@ -386,7 +403,7 @@ def _made(bounds: Least, tiling: Tiling, limited: bool, most: float, room: float
     many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
     if job.norm and build.march and many:
         return  # a march can store the moments of at most two batch items per tile
-    for made in (tiling, replace(tiling, shared=True)) if build.march else (tiling,):
+    for made in (tiling, changed(tiling, {"shared": True})) if build.march else (tiling,):
         if not bounds.exceeds(made, room):
             yield made
 

@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from ...planning.geometry import Triple
 from ...planning.scalars import INT32_MAX
-from .boxes import boxes
+from .boxes import Sizes, boxes
 from .build import SLAB, Build, Division, Input, Output, ceil_div, round_up
 from .job import Job
 from .shared_memory import line_items, stage_rows
@@ -247,7 +247,17 @@ def in_order(
             yield place - RUNS, run
     if build.input is not Input.LINES:
         for place, sizes in boxes(build, batch, positions, worth):
-            yield place, Tiling(*sizes)
+            yield place, _of_box(sizes)
+
+
+def _of_box(sizes: Sizes) -> Tiling:
+    """Returns `Tiling(*sizes)` without its constructor, which a search would call thousands of times."""
+    found = object.__new__(Tiling)
+    found.__dict__.update(zip(_OF_BOX, sizes, strict=True))
+    return found
+
+
+_OF_BOX = ("tile", "halo", "items", "near", "tiles", "slabs", "slabs_w", "slabs_h", "group_rows", "slab_step", "run")
 
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:
