@@ -38,5 +38,5 @@ def test_a_changed_copy_is_that_of_dataclasses() -> None:
     copy = changed(plain, {"height": 5})
     assert copy == replace(plain, height=5) and hash(copy) == hash(replace(plain, height=5))
     assert copy.area == 10 and plain == Plain(2)
-    with pytest.raises(TypeError, match="Plain has no fields.*depth"):
+    with pytest.raises(TypeError, match=r"Plain has no fields.*depth"):
         changed(plain, {"depth": 1})

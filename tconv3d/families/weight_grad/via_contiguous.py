@@ -9,10 +9,11 @@ transposed from channels-last to contiguous.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from ...planning import offers
 from ...planning.calibration import Work
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.turning import Turning, channels_last, turn, turning
 from . import hopper
@@ -58,7 +59,8 @@ def slices_of(p: Problem) -> int:
 # ---- The interface of the family to the planner.
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
+def _why_never(problem: Problem, device: Device) -> str | None:
+    """Returns a reason for refusal that is known without a search for a tiling, or None."""
     p, found = problem, turnings(problem)
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
@@ -71,32 +73,56 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "memory is short"
     if not slices:
         return f"contiguous tensors would take more than {MAX_BYTES >> 20} MB at a time, or nothing"
-    if refusal := hopper.why_not(replace(turned(p), batch=p.batch // slices), device):
+    if refusal := hopper.why_never(_of_slice(p, slices), device):
         return f"of contiguous tensors: {refusal}"
     return None
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    if refusal := _why_never(problem, device):
+        return refusal
+    refusal = hopper.why_not(_of_slice(problem, slices_of(problem)), device)
+    return f"of contiguous tensors: {refusal}" if refusal else None
+
+
+def _of_slice(p: Problem, slices: int) -> Problem:
+    """Returns the weight gradient of a slice of the batch, of tensors that have been transposed."""
+    return replace(turned(p), batch=p.batch // slices)
 
 
 PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    ask = "turned", wanted, device, why_not, work, plan
-    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    ask = "turned", wanted, device, _why_never, work, plan
+    found = [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    return [_bounded(answer) if isinstance(answer, Offer) else answer for answer in found]
+
+
+def _bounded(offer: Offer) -> Offer:
+    """Returns an offer with a lower bound of its work, which needs no search for a tiling."""
+    slices = slices_of(offer.problem)
+    one = hopper.least_cycles(_of_slice(offer.problem, slices), offer.device)
+    return replace(offer, least=Work(slices + 2, _cycles(offer.problem, slices, one, offer.device)))
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the predicted work of the plan's launches."""
-    p, slices = problem, slices_of(problem)
-    one = replace(turned(p), batch=p.batch // slices)
+    """Returns the predicted work of the plan's launches; infinite, and never the cheapest, if no tiling fits."""
+    slices = slices_of(problem)
+    one = _of_slice(problem, slices)
+    cycles = inf if hopper.why_not(one, device) else hopper.cycles(one, device)
+    return Work(slices + 2, _cycles(problem, slices, cycles, device))
+
+
+def _cycles(p: Problem, slices: int, of_slice: float, device: Device) -> float:
+    """Returns the cycles of all launches, given those of the weight gradient of a slice."""
     moved = sum(2 * each.count * p.item_bytes / each.efficiency for each in turnings(p))
-    cycles = moved / (BYTES * device.multiprocessors) + slices * (hopper.cycles(one, device) + LAUNCH)
-    return Work(slices + 2, cycles)
+    return moved / (BYTES * device.multiprocessors) + slices * (of_slice + LAUNCH)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     slices = slices_of(problem)
-    one = replace(turned(problem), batch=problem.batch // slices)
-    return _around(problem, slices, hopper.plan(one, device, slices))
+    return _around(problem, slices, hopper.plan(_of_slice(problem, slices), device, slices))
 
 
 def _around(p: Problem, slices: int, inner: Plan) -> Plan:
