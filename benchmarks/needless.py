@@ -25,12 +25,12 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tconv3d.families.halo import boxes
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Build
 from tconv3d.families.halo.candidates import Nominal, builds_of, last_tiles_divided
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.search import best_tiling
-from tconv3d.families.halo.tiling import forget_boxes
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.offers import Offer, cheapest
 from tconv3d.planning.problem import Device, Pass, Problem
@@ -74,7 +74,7 @@ def builds(problems: Mapping[Pass, Problem], device: Device) -> Iterator[tuple[s
             most = min(found.get(key, inf), FAR * min(found.values(), default=inf))
             if (tiling := best_tiling(build, job, device.multiprocessors, most)) is not None:
                 found[key] = tiling[0]
-        forget_boxes()
+        boxes.forget()
         names = {"", *chain(*found)}
         yield which.value, {name: _least(found, name) for name in names}
 

@@ -12,13 +12,13 @@ will lie in global memory (halo_images.cuh). This module knows nothing of volume
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
 
 from ...planning.geometry import Geometry, Triple
+from ...planning.plain_data import changed, once
 from .measured import CHOICES
 from .program import Program, Split, gather_program, programs
 
@@ -137,7 +137,7 @@ class Build:
     division: Division = Division.NOBODY
     weights: Weights = Weights.RESIDENT
 
-    @cached_property
+    @once
     def _hash(self) -> int:
         choices = (self.input, self.output, self.division, self.weights)
         return hash((self.geometry, self.march, self.split, self.tile, self.block, *choices))
@@ -151,12 +151,12 @@ class Build:
         for name, part in (("tile", self.tile), ("block", self.block)):
             inner = {each: changes.pop(each) for each in list(changes) if each in part.__dataclass_fields__}
             if inner:
-                changes[name] = replace(part, **inner)
-        return replace(self, **changes)
+                changes[name] = changed(part, inner)
+        return changed(self, changes)
 
     # ---- the program
 
-    @cached_property
+    @once
     def programs(self) -> tuple[Program, ...]:
         """The program of each variant."""
         if self.gather:
@@ -167,7 +167,7 @@ class Build:
             self.geometry.axes, self.march, self.split, self.tile.outputs, self.beside_instruction, fine, registers
         )
 
-    @cached_property
+    @once
     def program(self) -> Program:
         return self.programs[0]
 
@@ -182,17 +182,17 @@ class Build:
         many = self.item_bytes == 4 and self.geometry.in_per_group > self.step_items
         return CHOICES.instruction_many_channels if many else CHOICES.instruction
 
-    @cached_property
+    @once
     def own_shifts(self) -> bool:
         """Whether variants have shifts of their own; each pattern then has room for the shifts of any variant."""
         return any(program.shifts != self.program.shifts for program in self.programs)
 
-    @cached_property
+    @once
     def pattern_shifts(self) -> tuple[int, ...]:
         """For each source and pattern, the most shifts that any variant has."""
         return tuple(max(map(len, shifts)) for shifts in zip(*(p.shifts for p in self.programs), strict=True))
 
-    @cached_property
+    @once
     def chunk_fields(self) -> int:
         """The number of fields in all panels of a chunk, with room for the most shifts of any variant."""
         p = self.program
@@ -200,17 +200,17 @@ class Build:
             return p.chunk_fields
         return sum(n * len(units) * p.unit for n, units in zip(self.pattern_shifts, p.patterns, strict=True))
 
-    @cached_property
+    @once
     def span(self) -> Triple:
         """The number of positions along each dimension by which a halo is larger than its tile."""
         return tuple(max(program.span[axis] for program in self.programs) for axis in range(3))
 
-    @cached_property
+    @once
     def sheet_step(self) -> int:
         """The number of planes from one that some shift reads to the next: above 1 if the kernel is dilated."""
         return gcd(*(shift[0] for program in self.programs for shifts in program.shifts for shift in shifts)) or 1
 
-    @cached_property
+    @once
     def origins_w(self) -> set[int]:
         """The first inputs of a halo's lines, relative to the tile, in all programs and sources."""
         return {dimensions[2].origin for program in self.programs for dimensions in program.sources}
@@ -220,7 +220,7 @@ class Build:
         """Whether neighbouring outputs along w come from different column tiles, which write partial sectors."""
         return self.split[2] and self.geometry.axes[2].stride > 1
 
-    @cached_property
+    @once
     def kinds(self) -> tuple[VariantKind, ...]:
         """The kinds of variants, those with the most taps first."""
         counts = Counter(tuple(map(len, program.shifts)) for program in self.programs)
@@ -237,23 +237,21 @@ class Build:
             for shifts, program in sorted(first.items(), key=lambda item: -len(item[1].taps))
         )
 
-    @cached_property
-    def _depth_shifts(self) -> tuple[tuple[tuple[int, int], int], ...]:
-        """Pairs of ((planes from a position to its input, phase along d), number of panels that read there)."""
+    @once
+    def depth_shifts(self) -> tuple[tuple[tuple[tuple[int, int], int], ...], int]:
+        """Where panels read along d, and the planes that are read from one position to the next.
+
+        The former are pairs of ((planes from a position to its input, phase along d), number of panels)."""
         found: Counter[tuple[int, int]] = Counter()
         p = self.program
         for i, shifts in enumerate(p.shifts):
             source = i // len(p.patterns)
             found.update((p.sources[source][0].origin + d, p.phases[source][0]) for d, *_ in shifts)
-        return tuple(found.items())
-
-    def needed_panels(self, planes: range, size: int) -> float:
-        """Returns the fraction of panels by which any of these planes of positions reads inside `size` planes."""
-        return _needed_panels(self._depth_shifts, self.program.read_step[0], planes, size)
+        return tuple(found.items()), p.read_step[0]
 
     # ---- marches
 
-    @cached_property
+    @once
     def window(self) -> int:
         """The number of output planes that one step of a march feeds."""
         return len(self.program.fields) if self.gather else self.program.dimensions[0].fields
@@ -269,7 +267,7 @@ class Build:
         axis = self.geometry.axes[0]
         return max(map(axis.shift, range(axis.kernel))) if self.gather else axis.padding
 
-    @cached_property
+    @once
     def line_planes(self) -> int:
         """The number of planes that a step of a march reads if input arrives in lines."""
         return len({phase[0] for phase in self.program.phases})
@@ -283,7 +281,7 @@ class Build:
 
     # ---- elements and K
 
-    @cached_property
+    @once
     def item_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
@@ -306,30 +304,30 @@ class Build:
         """The number of channels that a group takes in a row, with padding to whole steps."""
         return round_up(self.geometry.in_per_group, self.step_items)
 
-    @cached_property
+    @once
     def channel_slots(self) -> int:
         return self.tile.groups * self.group_slots if self.tile.groups > 1 else self.geometry.in_per_group
 
-    @cached_property
+    @once
     def part_bytes(self) -> int:
         return self.tile.row_bytes // self.program.parts
 
-    @cached_property
+    @once
     def chunks(self) -> int:
         return ceil_div(self.channel_slots * self.item_bytes, self.part_bytes)
 
-    @cached_property
+    @once
     def steps(self) -> int:
         """The number of steps in all chunks; strict float32 has three TF32 products for each product."""
         return (3 if self.strict else 1) * ceil_div(self.channel_slots, self.step_items)
 
     # ---- columns and panels
 
-    @cached_property
+    @once
     def columns(self) -> int:
         return self.tile.groups * len(self.program.fields) * self.tile.outputs
 
-    @cached_property
+    @once
     def out_tiles(self) -> int:
         return ceil_div(self.geometry.out_per_group, self.tile.outputs)
 
@@ -341,7 +339,7 @@ class Build:
         direct = holding is Holding.ALL or self.output is Output.DIRECT
         return whole and direct and self.division in (Division.NOBODY, Division.CONSUMERS)
 
-    @cached_property
+    @once
     def column_tiles(self) -> int:
         return self.geometry.groups // self.tile.groups * self.out_tiles * len(self.programs)
 
@@ -350,7 +348,7 @@ class Build:
         """The number of accumulators of a consumer thread; strict float32 has those of a panel and the totals."""
         return self.halves * self.tile.slabs * self.columns // 2
 
-    @cached_property
+    @once
     def tile_bytes(self) -> int:
         """The bytes of all panels of one column tile."""
         return self.chunks * self.halves * self.chunk_fields * self.tile.outputs * self.part_bytes
@@ -360,7 +358,7 @@ class Build:
         """The bytes of all panels of all column tiles."""
         return self.column_tiles // len(self.programs) * sum(kind.count * kind.panel_bytes for kind in self.kinds)
 
-    @cached_property
+    @once
     def panels_at_once(self) -> int:
         """The number of panels whose sums are added to the totals at once in strict float32, with the fewest
         additions in all: panels of at most 32 input channels together, and panels that are left over alone."""
@@ -369,7 +367,7 @@ class Build:
         channels = min(self.part_bytes // self.item_bytes, self.group_slots)
         return min(range(1, max(1, min(MOST_PANELS, 32 // channels)) + 1), key=self._additions)
 
-    @cached_property
+    @once
     def additions_per_panel(self) -> float:
         """The additions to the totals for each panel in strict float32."""
         return self._additions(self.panels_at_once) / sum(self.pattern_shifts)
@@ -393,7 +391,7 @@ class Build:
         """Whether asynchronous copies fill more than two stages, outside of marches."""
         return self.input.copied and not self.march and self.block.stages > 2
 
-    @cached_property
+    @once
     def stages_filled(self) -> int:
         """The number of stages that are filled for one tile, or for one plane of a march."""
         sources = self.line_planes if self.input is Input.LINES else len(self.program.sources)
@@ -404,12 +402,12 @@ class Build:
         """The number of consumers that alternate at the panels of the same slabs."""
         return self.block.consumers if self.division is Division.CONSUMERS else 1
 
-    @cached_property
+    @once
     def round_slabs(self) -> int:
         """The number of slabs that all consumers compute at a time."""
         return self.tile.slabs * self.block.consumers // self.turns
 
-    @cached_property
+    @once
     def max_passes(self) -> int:
         """The most passes over a tile: with several, the stages of all chunks must fit, and one to prefetch into."""
         once = self.march or self.division is not Division.NOBODY or self.block.stages <= self.stages_filled
@@ -455,9 +453,3 @@ _DIVISIONS = {
     Division.LAST_TILES: ", last tiles divided",
     Division.CONSUMERS: ", consumers divide K",
 }
-
-
-@lru_cache(maxsize=4096)  # a search asks for equal planes with hundreds of builds
-def _needed_panels(shifts: tuple[tuple[tuple[int, int], int], ...], step: int, planes: range, size: int) -> float:
-    needed = (n for (shift, phase), n in shifts if any(0 <= (q + shift) * step + phase < size for q in planes))
-    return sum(needed) / sum(n for _, n in shifts)

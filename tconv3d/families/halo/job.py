@@ -6,10 +6,10 @@ This module knows sizes and strides, never tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 from ...planning.geometry import Axis, Geometry, Triple
+from ...planning.plain_data import once
 from ...planning.problem import Norm, Pass, Problem, Strides, last_offset
 from .build import Holding, Input
 
@@ -114,7 +114,7 @@ class Job:
         """The number of positions of all batch items."""
         return self.batch * prod(self.positions)
 
-    @cached_property
+    @once
     def positions(self) -> Triple:
         if self.gather:
             return self.written_size

@@ -19,8 +19,9 @@ from .constants import constants
 from .job import Job
 from .packing import pack
 from .shared_memory import SCRATCH_BYTES
+from .spread import NOT_SPREAD, Spread
 from .storing import moment_band, vector
-from .tiling import NOT_SPREAD, Shares, Spread, Tiling
+from .tiling import Shares, Tiling
 
 
 @dataclass(frozen=True)

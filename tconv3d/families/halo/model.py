@@ -295,7 +295,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
     elif build.division is Division.LAST_TILES:
         (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)  # a tile that skips no products
-        tiles = tiling.spread(build, job, multiprocessors).busiest / build.chunks
+        tiles = tiling.busiest(build, job, multiprocessors) / build.chunks
         work = (work * tiles + costs.tile * (tiles + 1)) * costs.busy
     elif build.own_shifts:  # blocks take tiles in turn, the longest first
         each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]

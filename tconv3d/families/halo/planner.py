@@ -30,6 +30,7 @@ from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strid
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.side import Side
 from ...runtime import cache, plain, sources
+from . import boxes
 from .build import Build, Input, round_up
 from .candidates import MEASURED_LINE_TILES, Nominal, builds_of, last_tiles_divided
 from .job import Job, job_of
@@ -38,7 +39,6 @@ from .measured import VERSION
 from .packing import pack
 from .program import MAX_PARTS
 from .search import best_tiling, costs_of
-from .tiling import forget_boxes
 
 HAS_EPILOGUE = True
 HOLDS_CHANNELS = True
@@ -186,7 +186,7 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     ):  # dividing tiles is no faster than 16-bit marches
         limit = costs[best] / SPREAD
         divided = costs_of(last_tiles_divided(nominal, shared_bytes), job, multiprocessors, AS_GOOD, limit)
-    forget_boxes()
+    boxes.forget()
     if best is None or divided:
         return min(divided, key=lambda build: divided[build], default=None)
     # Builds within a factor of AS_GOOD of the best are equally fast as far as the model can tell.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 
 from ...planning.geometry import Axis, Triple
+from ...planning.plain_data import once
 
 MAX_COLUMNS = 256  # most columns of one matrix instruction, and of a slab's accumulators
 MAX_PARTS = 4  # most phases along w that lie side by side in a row
@@ -195,7 +196,7 @@ class Program:
     def dimensions(self) -> Dimensions:
         return self.sources[0]
 
-    @cached_property
+    @once
     def span(self) -> Triple:
         """The number of positions along each dimension by which a halo is larger than its tile."""
         return tuple(max(source[axis].span for source in self.sources) for axis in range(3))
@@ -205,7 +206,7 @@ class Program:
         """The number of parts of a row: `used_parts`, rounded up to a power of two."""
         return 1 << (self.used_parts - 1).bit_length()
 
-    @cached_property
+    @once
     def chunk_fields(self) -> int:
         """The number of fields in all panels of a chunk."""
         return sum(len(taps) for taps in self.taps)
@@ -215,7 +216,7 @@ class Program:
         """The number of fields in the largest panel."""
         return max((len(units) for units in self.patterns), default=0) * self.unit
 
-    @cached_property
+    @once
     def instructions(self) -> int:
         """The number of matrix instructions for one slab and one step of 32 bytes of K."""
         units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]

@@ -8,17 +8,18 @@ halo_layout.cuh explain the terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from math import inf, prod
 from operator import itemgetter
 
 from ...planning.effort import HALO_BUILD, HALO_BUILDS, HALO_TILING, Effort
+from ...planning.plain_data import changed, once
 from . import loading
+from .boxes import DEPTHS, box_extents
 from .build import SLAB, Build, Division, Input, Output, VariantKind, ceil_div
 from .job import Job
-from .measured import CHOICES, COSTS, HALVES
+from .measured import COSTS, HALVES
 from .model import (
     COPY_BYTES,
     SHARED_BYTES,
@@ -33,8 +34,9 @@ from .model import (
     waiting_less,
 )
 from .registers import batches_per_chunk, line_turns
+from .spread import least_cost
 from .storing import can_store, lane_channels, stored_vectors
-from .tiling import Spread, Tiling, in_order
+from .tiling import Tiling, deep_runs, in_order
 
 MAX_ROWS_BYTES = 2**29  # most bytes of the workspace for input that is rewritten as rows of channels
 GLANCES = 3  # tilings of a build that are evaluated before those of other builds
@@ -73,8 +75,10 @@ class Least:
         memory = moved * build.item_bytes / costs.memory_bytes
         self.memory = memory * (costs.streaming if streams(build, job) else 1.0)
         self.around = costs.start + rows_cycles(build, job, costs)
+        self.last = 0.0  # cycles of work that no tile has
         if build.division is Division.LAST_TILES:
             self.around += piecing_cycles(build, multiprocessors, costs)
+            self.last = costs.tile * costs.busy
         self._rooms_of: tuple[float, list[tuple[int, float]]] = (-1.0, [])  # the last result of `_rooms`
         self._prepare_loads()
 
@@ -174,7 +178,7 @@ class Least:
 
     # ---- bounds
 
-    @cached_property
+    @once
     def _tiles_of_block(self) -> float:
         """The fewest tiles, or planes of a march, that the busiest block has for each tile of the volume."""
         build, job, costs = self.build, self.job, self.costs
@@ -184,27 +188,37 @@ class Least:
         if build.march:
             march = March.of(build, job.positions[0], job)
             return each * march.fed(0, march.depth) * min(1.0, costs.shared)
-        if build.division is Division.LAST_TILES:
-            # However many products a chunk skips, it costs at least this fraction of a whole chunk.
-            return each * max(0.0, CHOICES.chunk - 0.5 / Spread.WHOLE)
-        return each
+        return each * self._chunks_of_boxes * costs.busy if build.division is Division.LAST_TILES else each
 
-    @cached_property
+    @once
+    def _chunks_of_boxes(self) -> float:
+        """The least cost of an average chunk of boxes, as a fraction of one that skips no products."""
+        depths = tuple(box_extents(self.job.positions[0], DEPTHS))
+        return least_cost(self.build.depth_shifts, self.job.read_size[0], depths)
+
+    @property
+    def _one_chunk(self) -> float:
+        """The tiles that the busiest block has beyond its part of all, if blocks divide the last tiles: a chunk."""
+        return self.costs.busy / self.build.chunks if self.build.division is Division.LAST_TILES else 0.0
+
+    @once
     def any_tiling(self) -> float:
         """The bound for all tilings: every position is in a slab, and a block has at least one tile."""
         build, job, costs, p = self.build, self.job, self.costs, self.costs.overlap
         depth, height, width = job.positions
         slabs = job.batch * height * width * (1 if build.march else depth) / SLAB
-        fewest = self._tiles_of_block
+        fewest = each = self._tiles_of_block
         if build.division is Division.LAST_TILES:
-            fewest = max(fewest, 1 / build.chunks)
+            for run in deep_runs(build, job.batch, job.positions, job.read_size):
+                each *= min(1.0, run.mean_cost(build, job) / self._chunks_of_boxes)
+            fewest = each + self._one_chunk
         elif fewest > 0.0:
             fewest = max(fewest, min(1.0, costs.shared))
         portion = 1 / build.chunks if build.division is Division.BLOCKS else 1.0
-        rounds = slabs / build.round_slabs * self._tiles_of_block
+        rounds = slabs / build.round_slabs * each + self._one_chunk
         products = max(rounds, fewest * portion) * self.round + max(rounds, fewest) * self.store
         load = fewest * portion * self._least_loading()
-        work = (load**p + products**p) ** (1 / p) + fewest * self.each
+        work = (load**p + products**p) ** (1 / p) + fewest * self.each + self.last
         if build.own_shifts:
             longest = portion * self.longest_round + self.store
             work = max(work, ((portion * self._least_loading()) ** p + longest**p) ** (1 / p) + self.each)
@@ -218,25 +232,60 @@ class Least:
         p = self.costs.overlap
         return max(0.0, (most - self.around) ** p - self.memory**p) ** (1 / p) if most > self.around else 0.0
 
-    @cached_property
-    def of_a_round(self) -> float:
+    @once
+    def _of_a_round(self) -> float:
         """The fewest cycles of work on the busiest multiprocessor for every round of slabs of the volume's tiles."""
         return ROUNDING * self._tiles_of_block * (self.round + self.store)
 
-    @cached_property
-    def of_a_tile(self) -> float:
+    @property
+    def _at_once(self) -> int:
+        """The most tiles that all blocks compute at a time, outside of marches."""
+        columns = self.build.column_tiles
+        if not self.build.weights.resident:
+            return self.multiprocessors
+        return max(self.multiprocessors // columns, 1) * columns
+
+    @once
+    def _of_a_tile(self) -> float:
         """The fewest cycles for every tile of the volume, besides loads and products."""
         return ROUNDING * self._tiles_of_block * self.each
+
+    def worth(self, room: float, limited: bool) -> Callable[[int, int], bool]:
+        """Returns a function that tells whether boxes may take at most `room` cycles of work.
+
+        Its arguments are their rounds of slabs, for the whole volume, and their number, or 0 for any number.
+        """
+        build, of_a_round = self.build, self.round + self.store
+        if build.march or build.own_shifts or build.division is Division.BLOCKS:
+            return lambda rounds, tiles: rounds * self._of_a_round + tiles * self._of_a_tile <= room
+        if build.division is not Division.LAST_TILES:
+            columns, at_once, most = build.column_tiles, self._at_once, room / ROUNDING
+
+            def worth_waves(rounds: int, tiles: int) -> bool:
+                if not tiles:
+                    return rounds * self._of_a_round <= room
+                return ceil_div(tiles * columns, at_once) * (rounds / tiles * of_a_round + self.each) <= most
+
+            return worth_waves
+        # With more tiles, the last wave is a small part of the time.
+        most = MAX_ROUNDS * self.multiprocessors // build.column_tiles
+        one, left = self._one_chunk * of_a_round, room - self._one_chunk * self.each - self.last
+
+        def worth(rounds: int, tiles: int) -> bool:
+            if limited and tiles > most:
+                return False
+            return rounds * (self._of_a_round + one / (tiles or rounds)) + tiles * self._of_a_tile <= left
+
+        return worth
 
     def exceeds(self, tiling: Tiling, room: float, portions: int = 1) -> bool:
         """Returns whether the work with this tiling, divided into portions, takes more than `room` cycles."""
         build, costs, p = self.build, self.costs, self.costs.overlap
         rounds, portion = ceil_div(tiling.slabs, build.round_slabs), ceil_div(build.chunks, portions) / build.chunks
         products = rounds * (portion * self.round + self.store)
-        room /= ROUNDING
-        # How blocks divide a march or the last tiles takes long to compute.
-        divided = build.march or build.division is Division.LAST_TILES
-        times = self._tiles_of_block * tiling.count if divided else self._times(tiling, portions)
+        room = room / ROUNDING - self.last
+        # How blocks divide a march takes long to compute.
+        times = self._tiles_of_block * tiling.count if build.march else self._times(tiling, portions)
         if times * (products + self.each) > room:
             return True
         rows = tiling.rows
@@ -253,7 +302,7 @@ class Least:
             return max(times * of_a_tile + costs.uneven * shortest, longest) + once > room
         if times * of_a_tile + once > room:
             return True
-        return divided and self._times(tiling, portions) * of_a_tile + once > room
+        return build.march and self._times(tiling, portions) * of_a_tile + once > room
 
     def _rooms(self, most: float) -> list[tuple[int, float]]:
         """Returns the numbers of portions to try, each with `room` beside the launch that adds the portions up."""
@@ -280,7 +329,7 @@ class Least:
         if build.march:
             return planes_fed(build, tiling, self.job, self.multiprocessors, self.costs)
         if build.division is Division.LAST_TILES:
-            return tiling.spread(build, self.job, self.multiprocessors).busiest / build.chunks
+            return tiling.busiest(build, self.job, self.multiprocessors) / build.chunks * self.costs.busy
         if portions > 1:
             return ceil_div(tiling.count * build.column_tiles * portions, self.multiprocessors)
         work, blocks = tiling.work(build), tiling.blocks(build, self.multiprocessors)
@@ -317,11 +366,12 @@ def _best_tiling(
     best: tuple[float, int, Tiling] | None = None
     build, job = bounds.build, bounds.job
     room, limited = bounds.room(most), most < inf
+    worth = bounds.worth(room, limited)
 
-    def worth(rounds: int, tiles: int) -> bool:
-        return rounds * bounds.of_a_round + tiles * bounds.of_a_tile <= room
+    def still_worth(rounds: int, tiles: int) -> bool:
+        return worth(rounds, tiles)
 
-    for place, tiling in in_order(build, job.batch, job.positions, job.read_size, worth):
+    for place, tiling in in_order(build, job.batch, job.positions, job.read_size, still_worth):
         if predictions <= 0 or (effort.spent and (limited or best is not None)):
             return None if best is None else (best[0], best[2]), False
         effort.count()
@@ -332,6 +382,7 @@ def _best_tiling(
             if cost <= most and (best is None or (cost, place) < best[:2]):
                 best, most = (cost, place, made), cost
                 room = bounds.room(most)
+                worth = bounds.worth(room, limited)
     return None if best is None else (best[0], best[2]), True
 
 
@@ -342,7 +393,7 @@ def _made(bounds: Least, tiling: Tiling, limited: bool, most: float, room: float
         if limited and 2 * tiling.work(build) > multiprocessors:
             return  # there are too few multiprocessors for two portions of every tile
         for portions in bounds.portions(tiling, most):
-            yield replace(tiling, portions=portions)
+            yield changed(tiling, {"portions": portions})
         return
     if build.division is Division.LAST_TILES:
         if limited and tiling.work(build) > MAX_ROUNDS * multiprocessors:
@@ -352,7 +403,7 @@ def _made(bounds: Least, tiling: Tiling, limited: bool, most: float, room: float
     many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
     if job.norm and build.march and many:
         return  # a march can store the moments of at most two batch items per tile
-    for made in (tiling, replace(tiling, shared=True)) if build.march else (tiling,):
+    for made in (tiling, changed(tiling, {"shared": True})) if build.march else (tiling,):
         if not bounds.exceeds(made, room):
             yield made
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ...planning.plain_data import once
 from ...planning.problem import Device, Pass, last_offset
 from ...planning.side import Side
 from .box import Box, boxes
@@ -153,15 +154,15 @@ class Candidate:
         """The TF32 numbers per value: 2 in strict float32, where a product is three TF32 products."""
         return 2 if self.work.strict else 1
 
-    @cached_property
+    @once
     def chunk(self) -> int:
         return self.build.steps * self.work.step_bytes // self.item_bytes
 
-    @cached_property
+    @once
     def chunks(self) -> int:
         return -(-self.work.side.reduced // self.chunk)
 
-    @cached_property
+    @once
     def own_chunks(self) -> int:
         """The chunks of channels that a block sums over."""
         return -(-self.chunks // self.build.splits)
@@ -179,7 +180,7 @@ class Candidate:
     def slices(self) -> int:
         return -(-self.work.side.outs // self.build.columns)
 
-    @cached_property
+    @once
     def tap_bytes(self) -> int:
         return self.halves * self.build.steps * self.work.step_bytes * self.build.columns
 
@@ -187,12 +188,12 @@ class Candidate:
     def stage_bytes(self) -> int:
         return self.build.rows * len(self.work.inner.taps) * self.tap_bytes
 
-    @cached_property
+    @once
     def halo_buffers(self) -> int:
         steps = -(-self.work.least_rows // self.build.rows)
         return max(2, -(-(self.build.stages - 1) // steps) + 1)
 
-    @cached_property
+    @once
     def table_bytes(self) -> int:
         return -(-self.work.most_rows * len(self.work.windows) // 4) * 16
 
@@ -279,7 +280,7 @@ class Candidate:
         """Returns how many blocks fit a multiprocessor's shared memory, including the system's bytes per block."""
         return (device.shared_bytes + BLOCK_OVERHEAD) // (self.shared_bytes + BLOCK_OVERHEAD)
 
-    @cached_property
+    @once
     def grid(self) -> int:
         g = self.work.side.problem.geometry
         blocks = -(-prod(self.box.tiles) // self.tiles_of_block) * g.groups * self.slices
@@ -336,12 +337,12 @@ class Candidate:
             exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
         return waiting + self.own_chunks * exposed / len(self.work.phases)
 
-    @cached_property
+    @once
     def _steps(self) -> float:
         """Steps of a chunk of an average block."""
         return sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources) / len(self.work.phases)
 
-    @cached_property
+    @once
     def multiplies(self) -> float:
         """Matrix instructions of an average tile."""
         b = self.build

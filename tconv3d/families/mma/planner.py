@@ -24,7 +24,7 @@ from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.sums import Sum, add_parts
 from ...planning.turning import channel_rows
-from . import search
+from . import model, search
 from .arguments import MMA, MMA_PACK
 from .model import (
     HALVES,
@@ -102,9 +102,17 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:
-    """Returns a lower bound of the work, products at the rate of mma.sync, without the search for a build."""
-    rate = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes / (3 if _strict(problem) else 1)
-    return calibration.Work(2, problem.flops / 2 / (rate * device.multiprocessors))
+    """Returns a lower bound of the work without the search for a build.
+
+    A multiprocessor is busy with products and stores at the model's rates, and waits for one block at least.
+    """
+    rate, side = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes / (3 if _strict(problem) else 1), Side.of(problem)
+    size = problem.output_size if problem.which is Pass.FORWARD else problem.input_size
+    written = problem.batch * prod(size) * (1 if problem.per_position else side.outs * problem.geometry.groups)
+    products, stores = problem.flops / 2 / rate, written * problem.item_bytes / model.MEMORY_BYTES_PER_CYCLE
+    busy = (products**model.TOGETHER + stores**model.TOGETHER) ** (1 / model.TOGETHER) / device.multiprocessors
+    idle, hidden = model.BLOCK_CYCLES, 1.0 - model.OVERLAP
+    return calibration.Work(2, search.ROUNDING * (busy + idle - hidden * min(busy, idle)))
 
 
 def work(problem: Problem, device: Device) -> calibration.Work:

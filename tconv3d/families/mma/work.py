@@ -6,10 +6,10 @@ The result is a pure function of a layer's geometry. This module knows nothing o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 from ...planning.geometry import Triple
+from ...planning.plain_data import once
 from ...planning.side import Side, Unrolled
 
 # Sources of a block phase whose items have one bit for each in a 16-bit mask; with more sources, copies compute
@@ -53,23 +53,23 @@ class Work:
     unrolled: int
     apart: bool = False  # every row of taps is a source of its own, because the halo of several would be too large
 
-    @cached_property
+    @once
     def strict(self) -> bool:
         """Tells whether every float32 product is computed as three TF32 products."""
         return self.side.problem.dtype == "float32" and not self.side.problem.tf32
 
-    @cached_property
+    @once
     def step_bytes(self) -> int:
         """Bytes of channels per matrix instruction: 32, or 16 if a group has no more."""
         few = self.side.reduced * self.side.problem.item_bytes <= 16
         return 16 if few and not self.strict else 32
 
-    @cached_property
+    @once
     def products(self) -> int:
         """The matrix instructions for one K step of a tile."""
         return 3 if self.strict else 1
 
-    @cached_property
+    @once
     def inner(self) -> Unrolled:
         return Unrolled.of(self.side.gathers, self.unrolled)
 
@@ -77,23 +77,23 @@ class Work:
     def outer_count(self) -> int:
         return 3 - self.unrolled
 
-    @cached_property
+    @once
     def line_steps(self) -> Triple:
         """Lines of x from line to line of a halo: the input step if every phase of x has its own halo, else 1."""
         d, h, _ = (gather.input_step for gather in self.side.gathers)
         return (d, h, 1) if self.apart or d * h <= MAX_SOURCES else (1, 1, 1)
 
-    @cached_property
+    @once
     def halo_steps(self) -> Triple:
         """Lines (d, h) and items (w) of a halo from one position of a tile to the next."""
         steps = (gather.input_step for gather in self.side.gathers)
         return tuple(step // line for step, line in zip(steps, self.line_steps, strict=True))
 
-    @cached_property
+    @once
     def least_load(self) -> Triple:
         return tuple(min(load[i] for load in self.inner.loads) for i in range(3))
 
-    @cached_property
+    @once
     def phases(self) -> tuple[tuple[Source, ...], ...]:
         """The sources of each block phase."""
         outer = self.side.gathers[: self.outer_count]
@@ -119,32 +119,32 @@ class Work:
             )
         return tuple(found)
 
-    @cached_property
+    @once
     def sources(self) -> tuple[Source, ...]:
         return tuple(source for phase in self.phases for source in phase)
 
-    @cached_property
+    @once
     def rows(self) -> tuple[Row, ...]:
         return tuple(row for source in self.sources for row in source.rows)
 
-    @cached_property
+    @once
     def most_rows(self) -> int:
         """The most rows of taps that a block phase has."""
         return max(sum(len(source.rows) for source in phase) for phase in self.phases)
 
-    @cached_property
+    @once
     def least_rows(self) -> int:
         """The fewest rows of taps that a source has."""
         return min((len(source.rows) for source in self.sources), default=1)
 
-    @cached_property
+    @once
     def reach(self) -> Triple:
         """The greatest distance between two reads of one position's taps, in lines (d, h) and items (w) of a halo."""
         rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
         loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
         return tuple(map(sum, zip(rows, loads, strict=True)))
 
-    @cached_property
+    @once
     def windows(self) -> tuple[Window, ...]:
         """The windows of a row of taps."""
         step = self.side.gathers[2].input_step

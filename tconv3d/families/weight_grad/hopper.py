@@ -24,13 +24,24 @@ from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
 from .arguments import HOPPER_WEIGHT_GRAD, REDUCE_TAPS
-from .hopper_model import JOB_CHANNELS, WORDS, costs_of, elements_of, splits_of, step_work, steps_of
+from .hopper_model import (
+    JOB_CHANNELS,
+    ROUNDING,
+    VECTORS,
+    WORDS,
+    costs_of,
+    elements_of,
+    splits_of,
+    step_work,
+    steps_of,
+)
 from .hopper_search import MAX_SEGMENTS, best_buffers, candidates, pieces_of, tiling_cycles, tiling_of
 from .hopper_search import forget as forget  # part of the family's interface to the planner
 from .hopper_taps import Rows, Words
 from .hopper_tiling import Buffers, Layer, Tiling
 from .segments import SEGMENT, vector_of, wide
 
+PRODUCTS_PER_CYCLE = 1024  # TF32 multiply-adds per cycle and multiprocessor
 COPYING_IS_WORTH = 1.4  # longest predicted time of word-by-word copies, relative to the products
 
 
@@ -106,7 +117,8 @@ def as_walked(p: Problem, at_once: int) -> tuple[Triple, tuple[int, ...]]:
     return (depth, height // at_once, width * at_once), (*p.input[:3], at_once * p.input[3], p.input[4])
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
+def why_never(problem: Problem, device: Device) -> str | None:
+    """Returns a reason for refusal that is known without a search for a tiling, or None."""
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
@@ -120,6 +132,20 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the volume is too long"
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
         return "the taps reach too far"
+    return None
+
+
+def least_cycles(problem: Problem, device: Device) -> float:
+    """Returns a lower bound of `cycles` without a search for a tiling: a block, and the products of warpgroups."""
+    layer, rate = layer_of(problem), PRODUCTS_PER_CYCLE * 4 / problem.item_bytes
+    block = VECTORS.block if not (layer.slow or layer.elements_y) else min(VECTORS.block, WORDS.block)
+    return ROUNDING * (block + problem.flops / 2 / rate / device.multiprocessors)
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    if refusal := why_never(problem, device):
+        return refusal
+    p = problem
     layer = layer_of(p)
     size, _ = as_walked(p, layer.at_once)
     found = tiling_of(layer, device, p.batch, size)

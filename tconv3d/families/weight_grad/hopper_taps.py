@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import TypeAlias
 
 from ...planning.geometry import Axis
 from ...planning.launch import Constants
+from ...planning.plain_data import once
 from .segments import SEGMENT
 
 
@@ -41,7 +41,7 @@ class Rows:
             tuple(axis.shift(t) - first[axis.phase(t)] for t in taps),
         )
 
-    @cached_property
+    @once
     def reach(self) -> int:
         return max(self.shifts)
 
@@ -80,7 +80,7 @@ class Planes:
         """Per plane, the index of the output that the box's first position reads."""
         return self.rows.offsets
 
-    @cached_property
+    @once
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """Per tap and matrix instruction of a chunk: plane, first word, and whether the operand straddles words."""
         return tuple(
@@ -88,7 +88,7 @@ class Planes:
             for plane, shift in zip(self.rows.planes, self.rows.shifts, strict=True)
         )
 
-    @cached_property
+    @once
     def loads(self) -> tuple[tuple[int, int], ...]:
         """Plane and first word of every load; first words are even."""
         found = set()
@@ -96,7 +96,7 @@ class Planes:
             found |= {(plane, w - w % 2) for w in range(word, word + 2 + odd)}
         return tuple(sorted(found))
 
-    @cached_property
+    @once
     def joins(self) -> tuple[tuple[int, int, int], ...]:
         return tuple(sorted({read for tap in self.reads for read in tap if read[1] % 2 or read[2]}))
 
@@ -155,13 +155,13 @@ class Lines:
     lines = True
     last = False
 
-    @cached_property
+    @once
     def offsets(self) -> tuple[int, ...]:
         """Index of the output where a line begins: the start of a vector at or before the first tap's output."""
         first = min(t * self.axis.dilation - self.axis.padding for t in self.taps)
         return (first - first % (self.vector * self.per_word),)
 
-    @cached_property
+    @once
     def starts(self) -> tuple[int, ...]:
         """Per tap, the distance in elements from the line's start to what the tap reads for the first position."""
         return tuple(t * self.axis.dilation - self.axis.padding - self.offsets[0] for t in self.taps)
@@ -171,19 +171,19 @@ class Lines:
         """Positions per lane, chunk and line."""
         return SEGMENT * self.per_word // self.at_once
 
-    @cached_property
+    @once
     def loads(self) -> tuple[tuple[int, int], ...]:
         """Line and first word of every 16-byte vector that a lane loads per channel."""
         vectors = sorted({word // 4 * 4 for word in self._words})
         return tuple(product(range(self.at_once), vectors))
 
-    @cached_property
+    @once
     def _words(self) -> set[int]:
         """Words of a line that the taps read for a lane's positions."""
         read = {start + self.axis.stride * i for start in self.starts for i in range(self._positions)}
         return {element // self.per_word for element in read}
 
-    @cached_property
+    @once
     def joins(self) -> tuple[tuple[int, int], ...]:
         """Line and first element of every operand."""
         return tuple(sorted({self._operand(start, step) for start in self.starts for step in range(2)}))

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import inf, prod
 from typing import NamedTuple
 
 from ...planning.geometry import Geometry
+from ...planning.plain_data import once
 from ...planning.problem import ITEM_BYTES
 from . import segments
 from .hopper_taps import Lines, Planes, Rows, Words
@@ -111,21 +112,21 @@ class Tiling:
     share: Share
     stages: int = 3
 
-    @cached_property
+    @once
     def block_rows(self) -> int:
         """Most pairs of a tap along d and a tap along h that a block owns."""
         return max(len(rows.taps) for rows in self.rows_d) * max(len(rows.taps) for rows in self.rows_h)
 
-    @cached_property
+    @once
     def row_tiles(self) -> int:
         return -(-self.block_rows * (self.out_tile // 2) // (32 * self.share.consumers))
 
-    @cached_property
+    @once
     def planes(self) -> tuple[int, int, int]:
         w = max(len(piece.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
 
-    @cached_property
+    @once
     def unlike_pieces(self) -> tuple[tuple[Words, int], ...]:
         """Pieces that differ in what the predicted time of a launch depends on, each with the number of its like."""
         first: dict[tuple[object, ...], Words] = {}
@@ -137,22 +138,22 @@ class Tiling:
             count[key] += 1
         return tuple((piece, count[key]) for key, piece in first.items())
 
-    @cached_property
+    @once
     def reach(self) -> tuple[int, int]:
         """Largest shifts of taps along d and along h, in positions."""
         return max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
 
-    @cached_property
+    @once
     def sides(self) -> int:
         """Channels interleaved in a line of dy in shared memory."""
         return 1 if self.pieces[0].lines or self.pieces[0].last else 2
 
-    @cached_property
+    @once
     def lines(self) -> int:
         """Lines of dy in shared memory per line of a sheet: channels, or pairs of channels."""
         return self.out_tile // self.sides
 
-    @cached_property
+    @once
     def row_segment(self) -> int:
         """Words of shared memory from one segment of rows of channels to the next: never a multiple of 16."""
         return SEGMENT * self.out_tile + (8 if self.out_tile % 4 == 0 else 0)

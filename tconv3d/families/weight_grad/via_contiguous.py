@@ -9,6 +9,7 @@ transposed from channels-last to contiguous.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from ...planning import calibration, offers
 from ...planning.calibration import Work
@@ -57,7 +58,8 @@ def slices_of(p: Problem) -> int:
 # ---- The interface of the family to the planner.
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
+def _why_never(problem: Problem, device: Device) -> str | None:
+    """Returns a reason for refusal that is known without a search for a tiling, or None."""
     p, found = problem, turnings(problem)
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
@@ -70,35 +72,62 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "memory is short"
     if not slices:
         return f"contiguous tensors would take more than {MAX_BYTES >> 20} MB at a time, or nothing"
-    if refusal := hopper.why_not(replace(turned(p), batch=p.batch // slices), device):
+    if refusal := hopper.why_never(_of_slice(p, slices), device):
         return f"of contiguous tensors: {refusal}"
     return None
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    if refusal := _why_never(problem, device):
+        return refusal
+    refusal = hopper.why_not(_of_slice(problem, slices_of(problem)), device)
+    return f"of contiguous tensors: {refusal}" if refusal else None
+
+
+def _of_slice(p: Problem, slices: int) -> Problem:
+    """Returns the weight gradient of a slice of the batch, of tensors that have been transposed."""
+    return replace(turned(p), batch=p.batch // slices)
 
 
 PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    ask = "turned", wanted, device, why_not, work, plan
+    ask = "turned", wanted, device, _why_never, work, plan
     found = [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    return [_bounded(answer) if isinstance(answer, Offer) else answer for answer in found]
+
+
+def _bounded(offer: Offer) -> Offer:
+    """Returns an offer with its kind of rates and a lower bound of its work, which needs no search for a tiling."""
+    p, device = offer.problem, offer.device
+    of_slice = hopper.least_cycles(_of_slice(p, slices_of(p)), device)
     factor = calibration.surcharge("turned", device, KIND)
-    return [replace(each, kind=KIND, surcharge=factor) if isinstance(each, Offer) else each for each in found]
+    return replace(offer, kind=KIND, surcharge=factor, least=_work(p, of_slice, device))
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of the copies, with the predicted time of the other launches as cycles."""
-    slices = slices_of(problem)
-    one = replace(turned(problem), batch=problem.batch // slices)
-    microseconds = slices * calibration.microseconds("hopper_weight_grad", one, hopper.work(one, device), device)
+    """Returns the predicted work of the plan's launches; infinite, and never the cheapest, if no tiling fits."""
+    one = _of_slice(problem, slices_of(problem))
+    return _work(problem, inf if hopper.why_not(one, device) else hopper.cycles(one, device), device)
+
+
+def _work(p: Problem, of_slice: float, device: Device) -> Work:
+    """Returns the work of the copies, with the predicted time of the other launches as cycles.
+
+    `of_slice`: the cycles of the weight gradient of a slice.
+    """
+    slices = slices_of(p)
+    inner = Work(2, of_slice)
+    microseconds = slices * calibration.microseconds("hopper_weight_grad", _of_slice(p, slices), inner, device)
     rate = calibration.rates_of("turned", KIND, device)["kilocycles"]
-    moved = sum(each.moved_bytes for each in turnings(problem))
+    moved = sum(each.moved_bytes for each in turnings(p))
     return Work(slices, 1e3 * microseconds / rate + moved / (TURNED_BYTES * device.multiprocessors))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     slices = slices_of(problem)
-    one = replace(turned(problem), batch=problem.batch // slices)
-    return _around(problem, slices, hopper.plan(one, device, slices))
+    return _around(problem, slices, hopper.plan(_of_slice(problem, slices), device, slices))
 
 
 def _around(p: Problem, slices: int, inner: Plan) -> Plan:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from ...planning.geometry import Axis, Geometry
+from ...planning.plain_data import once
 from ...planning.problem import ITEM_BYTES
 from .segments import SECTOR_WORDS, SEGMENT, Box
 
@@ -25,7 +26,7 @@ class Window:
     start: int  # distance from the start of the plane's line, in words
     taps: tuple[tuple[int, int], ...]  # (tap along w, shift from the window's start in elements)
 
-    @cached_property
+    @once
     def reach(self) -> int:
         return max(shift for _, shift in self.taps)
 
@@ -83,20 +84,20 @@ class Planes:
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
+    @once
     def _hash(self) -> int:
         """The hash, computed once because a search uses it thousands of times as a key."""
         return hash((self.offsets, self.windows, self.per_word, self.step))
 
-    @cached_property
+    @once
     def taps(self) -> int:
         return sum(len(window.taps) for window in self.windows)
 
-    @cached_property
+    @once
     def window_words(self) -> tuple[int, ...]:
         return tuple(window.words(self.step, self.per_word) for window in self.windows)
 
-    @cached_property
+    @once
     def words(self) -> int:
         """Words of all windows together."""
         return sum(self.window_words)
@@ -124,27 +125,27 @@ class Layer:
     strict: bool = False  # every float32 product is computed as three TF32 products
     whole_lines: bool = False  # dy is copied as whole lines, whose phases alternate
 
-    @cached_property
+    @once
     def per_word(self) -> int:
         return 4 // ITEM_BYTES[self.dtype]
 
-    @cached_property
+    @once
     def half_rows(self) -> bool:
         """Tells whether the input channels of a group fill at most half of the rows of a matrix instruction."""
         return self.geometry.in_per_group <= 8
 
-    @cached_property
+    @once
     def instructions(self) -> int:
         """Matrix instructions per product of two tiles: in strict float32 three, or two where rows are shared by the
         high and the low halves of x."""
         return 1 if not self.strict else 2 if self.half_rows else 3
 
-    @cached_property
+    @once
     def tile_sums(self) -> int:
         """Sums per thread of a matrix tile."""
         return 2 if self.strict and self.half_rows else 4
 
-    @cached_property
+    @once
     def pieces(self) -> tuple[range, ...]:
         """The taps along w of each launch."""
         kernel = self.geometry.kernel[2]
@@ -156,7 +157,7 @@ class Layer:
         make = Planes.whole if self.whole_lines else Planes.of
         return make(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
 
-    @cached_property
+    @once
     def asynchronous(self) -> bool:
         """Tells whether copies go to shared memory without passing registers, which moves whole words."""
         return min(self.vector_x, self.vector_y) > 0

@@ -413,8 +413,10 @@ def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, st
                         takes = halo_model.cycles(build, tiling, job, multiprocessors)
                         assert least.any_tiling <= takes, (build, tiling)
                         assert not least.exceeds(tiling, least.room(takes)), (build, tiling)
-                        tiles = ceil_div(tiling.slabs, build.round_slabs) * tiling.count * least.of_a_round
-                        assert tiles + tiling.count * least.of_a_tile <= least.room(takes), (build, tiling)
+                        worth = least.worth(least.room(takes), limited=False)
+                        rounds = ceil_div(tiling.slabs, build.round_slabs) * tiling.count
+                        if build.march or not tiling.length:
+                            assert worth(rounds, tiling.count) and worth(rounds, 0), (build, tiling)
                         assert least.exceeds(tiling, least.room(0.05 * takes))
                         if build.division is Division.BLOCKS:
                             takes = halo_model.cycles(build, replace(tiling, portions=2), job, multiprocessors)
