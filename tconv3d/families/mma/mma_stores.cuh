@@ -235,9 +235,9 @@ struct MmaStores {
   // Columns and lines that a lane stores together: several are read from shared memory before the first of
   // them is stored, because a warp waits for shared memory longer than it takes to store. `lanes` lanes share
   // a line of a column, of which this lane is number `own`.
-  // Sums of columns that are stored later leave no registers for two lines if they are many.
+  // Sums of columns that are stored later, if they are many, and moments leave no registers for two lines.
   static constexpr int kWaitingSums = 4 * C::kPhases * C::kTilesM * (C::kTilesN - C::kStoreTiles);
-  static constexpr int kBatch = 4, kLines = kWaitingSums > 64 ? 1 : 2;
+  static constexpr int kBatch = 4, kLines = kWaitingSums > 64 || C::Epilogue::kLeavesMoments ? 1 : 2;
   struct Columns {
     Out* to[kBatch];  // a column's channel in y, or null
     const Out* from[kBatch];
