@@ -36,7 +36,8 @@ struct GatheredProducts {
   static_assert(C::kThreads == kProducers + 128 * C::kConsumers && C::kStages >= 3);
   static_assert(C::kColumns % 64 == 0 && C::kIn % kPiece == 0 && C::kOut % kPiece == 0, "whole pieces");
 
-  static_assert(C::kKernelD + C::kKernelH + C::kKernelW <= 32, "a bit for every tap along each dimension");
+  static_assert(C::kKernelD + C::kKernelH + C::kKernelW < 32,
+                "bits for all taps along each dimension, and one");
 
   // Which taps of a position of x lie in dy: bits for taps along d, then h, then w. And the offset of its
   // first tap, in positions of dy.
@@ -144,7 +145,7 @@ struct GatheredProducts {
       const int tap = term / C::kOut, w = tap % C::kKernelW, h = tap / C::kKernelW % C::kKernelH,
                 d = tap / (C::kKernelW * C::kKernelH);
       const bool exists = kTerms % kChunk == 0 || term < kTerms;
-      // No place has all bits.
+      // Bit 31 is 0 in all places, so that terms beyond the last exist nowhere.
       bits = exists ? 1u << d | 1u << (C::kKernelD + h) | 1u << (C::kKernelD + C::kKernelH + w) : ~0u;
       const int line = d * C::kDilationD * args.output.h + h * C::kDilationH;
       const long long way = static_cast<long long>(line) * args.output.w + w * C::kDilationW;

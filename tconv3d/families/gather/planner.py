@@ -30,7 +30,7 @@ from .arguments import GATHERED_PRODUCTS
 CHUNK = 64  # numbers of K
 ROW_BYTES = 128  # bytes of a row of a chunk
 PLACE_BYTES = 8  # bytes of shared memory for the place of a row
-MOST_TAPS = 32  # largest sum of the kernel's three sizes: a place has a bit for every tap along each dimension
+MOST_TAPS = 31  # largest sum of the kernel's three sizes: a place has a bit for every tap, and bit 31 is 0
 PIECE = 8  # channels that are copied at once
 MOST_COLUMNS = 320  # input channels of a block: 160 sums for each consumer thread
 NARROW = 192  # input channels up to which a block has three consumer warpgroups, else two

@@ -159,10 +159,15 @@ struct GroupInputGrad : GroupTiles<C> {
         if constexpr (kLast) {  // two channels of one position
           const int in = lane % 4 * 2;
           if (h >= args.size.h || in >= C::kIn || w + e >= args.size.w) continue;
-          store_vector(dx + (w + e) * args.dx_strides.w +
-                           offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h),
-                       Vector<Result, 2>{Narrow<Result>::from(sums[r][2 * e]),
-                                         Narrow<Result>::from(sums[r][2 * e + 1])});
+          Result* const to = dx + (w + e) * args.dx_strides.w +
+                             offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h);
+          const Vector<Result, 2> both{Narrow<Result>::from(sums[r][2 * e]),
+                                       Narrow<Result>::from(sums[r][2 * e + 1])};
+          if constexpr (C::kSlices > 1) {  // start() reads what is stored, which store_vector() forbids
+            store_pair<true>(to, both, true);
+          } else {
+            store_vector(to, both);
+          }
           continue;
         }
         const int in = lane % 4 * 2 + e;

@@ -250,6 +250,8 @@ def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
         return refusal
     if 2 * g.taps > MAX_WEIGHTS or 4 * products(g) > MAX_SUMS:
         return "the taps do not fit the registers"
+    if g.in_channels * g.out_per_group * g.taps >= 2**31:
+        return "weights whose offsets exceed 32 bits"
     if not _dense(problem):
         return "the tensors are not dense, or not aligned"
     if _last(problem) and not _whole_pieces(problem):

@@ -32,6 +32,7 @@ LAYERS = {
     "empty phases": Layer(16, 8, T3, T3, T2, (0, 1, 2), T1, T2),
     "one tap": Layer(24, 16, (3, 4, 5), T1),
     "one position": Layer(16, 16, T1, T3),
+    "all bits but one": Layer(8, 8, (1, 1, 3), (1, 1, 29)),
 }
 WIDE = Layer(320, 320, (10, 10, 10), T3, T2, T1, T1)
 
@@ -105,6 +106,7 @@ def test_what_it_refuses_and_why() -> None:
         (wanted_of(replace(WIDE, out_channels=324)), H200, "multiples"),
         (wanted_of(replace(WIDE, size=(40, 40, 40))), H200, "L2"),
         (wanted_of(replace(WIDE, kernel=(12, 12, 12))), H200, "kernel"),
+        (wanted_of(Layer(64, 8, (1, 1, 3), (1, 1, 30))), H200, "kernel"),
         (wanted_of(WIDE, aligned=False, output=channels_last_strides((2, 320, 20, 20, 20))), H200, "aligned"),
     ):
         assert reason in (gather.why_not_together(refused, device) or "")

@@ -157,6 +157,7 @@ def test_what_it_refuses_and_why() -> None:
         (problems(Layer(8, 32, (64, 64, 64), T3, batch=16), "bfloat16")[Pass.INPUT_GRAD], H200, "workspace"),
         (problems(replace(TASK, groups=32))[Pass.INPUT_GRAD], H200, "channels"),
         (problems(replace(TASK, kernel=(4, 4, 4)))[Pass.INPUT_GRAD], H200, "registers"),
+        (problems(Layer(2**13, 2**24, (1, 1, 12), T3, groups=2**10))[Pass.INPUT_GRAD], H200, "32 bits"),
         (problems(replace(TASK, size=(32, 64, 8)))[Pass.INPUT_GRAD], H200, "positions"),
         (problems(replace(TASK, size=(32, 64, 512)))[Pass.INPUT_GRAD], H200, "positions"),
     ):
