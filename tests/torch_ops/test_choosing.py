@@ -518,6 +518,8 @@ def test_offers_without_a_build_are_not_timed() -> None:
     assert inf in [each.microseconds for each in offers] and len(offers) == choosing.BEST
     plans = choosing.contending_plans(wanted, device)
     assert len(plans) == choosing.BEST - 1
+    found = tconv3d.explain(module, (4, 128, 64, 64, 64), gpu="RTX 4090").passes[0]
+    assert found.passed_over["mma_ahead"] == "no build of it fits"
 
 
 def test_kernels_of_offers_that_will_be_timed_can_be_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
