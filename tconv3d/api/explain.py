@@ -356,7 +356,9 @@ def _price(offer: Offer, taken: Offer) -> str:
     if offer.least_microseconds >= taken.microseconds:
         return f"predicted to take at least {offer.least_microseconds:.3g} us"
     if isinf(offer.microseconds):
-        return "its time is not known before it is timed on a GPU"
+        return (
+            "its time is not known before it is timed on a GPU" if offer.kernel == PYTORCH else "no build of it fits"
+        )
     text = f"predicted to take {offer.microseconds:.3g} us"
     if offer.surcharge == 1.0:
         return text

@@ -248,6 +248,8 @@ def _contenders(wanted: Wanted, device: Device, offers: Sequence[Offer], most: i
     """
     ours = [each for each in offers if each.kernel != PYTORCH]
     first, *others = planner.best(ours, wanted, device, most)
+    # A family that finds no build has made an offer that takes an infinite time and has no plan.
+    others = [cover for cover in others if not any(isinf(offer.microseconds) for offer in cover)]
     promising = fastest(tuple(wanted), ours)
     if promising is not None and promising not in (first, *others):
         others = [promising, *others][: most - 1]

@@ -508,6 +508,20 @@ def test_the_best_few_by_prediction_are_timed() -> None:
         assert prices == sorted(prices) and covers[0] == planner.taken(wanted, device)
 
 
+def test_offers_without_a_build_are_not_timed() -> None:
+    """Blocks that load ahead find no build for 8 outputs; their offer is the third of three for this layer."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    module, device = tconv3d.ConvTranspose3d(128, 8, 1), GPUS["RTX 4090"].device
+    (forward,) = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(module, (4, 128, 64, 64, 64)))[:1]
+    wanted = {forward.which: forward}
+    offers = choosing._offers(planner.answers(wanted, device))
+    assert inf in [each.microseconds for each in offers] and len(offers) == choosing.BEST
+    plans = choosing.contending_plans(wanted, device)
+    assert len(plans) == choosing.BEST - 1
+    found = tconv3d.explain(module, (4, 128, 64, 64, 64), gpu="RTX 4090").passes[0]
+    assert found.passed_over["mma_ahead"] == "no build of it fits"
+
+
 def test_kernels_of_offers_that_will_be_timed_can_be_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that nobody has calibrated, `compile_ahead` compiles all that the first call times."""
     torch.backends.cudnn.conv.fp32_precision = "tf32"

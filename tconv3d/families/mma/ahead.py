@@ -160,8 +160,9 @@ def _fitting(work: Work, build: Build, box: Box, copy: int, device: Device) -> C
     if copy not in (PIECES, WORDS) or not model.may_stay(work, found.chunks, found.tap_bytes, device):
         return None
     fit = min(found.blocks_that_fit(device), build.blocks)
-    steps = min(sum(-(-len(source.rows) // build.rows) for source in phase) for phase in work.phases)
-    if fit == 0 or 0 < found.chunks * steps < build.stages - 1:  # copies are ahead by at most one tile
+    steps = (sum(-(-len(source.rows) // build.rows) for source in phase) for phase in work.phases)
+    # Copies are ahead by at most one tile. Blocks of phases without taps copy nothing.
+    if fit == 0 or found.chunks * min(filter(None, steps), default=0) < build.stages - 1:
         return None
     several = replace(found, build=replace(build, blocks=fit)).in_one_wave(device)
     return several if several.tiles_of_block > 1 else None

@@ -19,6 +19,8 @@ from tconv3d.families.mma import ahead
 from tconv3d.families.mma import planner as mma_planner
 from tconv3d.families.mma.model import Candidate
 from tconv3d.planning.problem import Device, Plan, Problem
+from tconv3d.tools.bench import layers as bench
+from tconv3d.tools.bench.problems import problems_of_layer
 from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
@@ -77,6 +79,16 @@ def test_every_element_against_float64(name: str, chosen: list[Candidate], monke
     mine = [each for each in chosen if each.build.ahead]
     assert mine and all(each.tiles_of_block > 1 for each in mine)
     assert all(each.build.along == (name in ALONG) for each in mine)
+
+
+def test_copies_are_ahead_by_one_tile_at_most_beside_empty_phases() -> None:
+    layer = bench.Layer(2, 16, 16, (16, 64, 64), (1, 3, 3), (2, 2, 2), (0, 1, 1), (1, 1, 1))
+    problem = problems_of_layer(layer, "tf32", "contiguous")[0]
+    found = list(ahead.candidates(problem, FEW))
+    steps = [[sum(-(-len(s.rows) // each.build.rows) for s in phase) for phase in each.work.phases] for each in found]
+    assert any(0 in each for each in steps) and any(each.build.stages == 3 for each in found)
+    for each, counts in zip(found, steps, strict=True):
+        assert min(each.chunks * count for count in counts if count) >= each.build.stages - 1, each.build
 
 
 MUTANTS = {
