@@ -239,6 +239,18 @@ def test_a_tail_that_switches_gradients_off_is_differentiated_by_pytorch() -> No
     check(fused(lambda z: F.silu(z) * torch.sigmoid(z).detach()), operand(torch.float32).requires_grad_(), [])
 
 
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda z: (z - z.detach().mean((2, 3, 4), keepdim=True)) * z.var((2, 3, 4), keepdim=True),
+        lambda z: (z - z.mean((2, 3, 4), keepdim=True)) / (1 + z.detach().var((2, 3, 4), keepdim=True)) + z,
+    ],
+)
+def test_no_gradient_flows_through_a_detached_mean_or_variance(tail: Callable[[Tensor], Tensor]) -> None:
+    """Passes take means and variances of equal numbers at once, but not those of a tensor and its detached alias."""
+    check(fused(tail), operand(torch.float32).requires_grad_(), [])
+
+
 def _through_data(z: Tensor) -> Tensor:
     z.data.mul_(2)
     return z * 3
