@@ -162,15 +162,18 @@ def _stages(
     head = _Head(start, nodes, shape, {*captured, *given} if moved is None else set(), wholes=True)
     u = start if plain or product else head.last_of_kernel()
     found = None if product else _statistics(u, nodes, shape)
-    without_variances(graph.graph, found.nodes if found else (), whole)
+    operands = head.written(u)
+    early = [node for node in nodes if node in given and node.op == "call_function"]
+    early = early if operands.vectors or operands.wholes else []
+    unlowered = {*whole, *(node.name for node in (*captured, *early))}  # PyTorch computes the last two
+    without_variances(graph.graph, found.nodes if found else (), unlowered)
     graph.recompile()
     differentiable = copied(graph)
-    lower(graph.graph, whole)
+    lower(graph.graph, unlowered)
     graph.recompile()
     nodes = list(graph.graph.nodes)
-    captured = [node for node in captured if node in set(nodes)]
+    captured, early = ([node for node in each if node in set(nodes)] for each in (captured, early))
     known = dict.fromkeys([*captured, *passed, *(found.nodes if found else ())])
-    early = [node for node in nodes if node in given and node.op == "call_function"]
     writer = Writer(shape_of(z), z, affine.elements)
     folded = writer.write(a, shared=False)
     inside = (affine.ancestors(a) | head.ancestors(u)) - {u}
@@ -185,9 +188,9 @@ def _stages(
         differentiable,
         Affine(folded, tuple(node for node, _ in writer.vectors)),
         None if moved is None else moved[1],
-        (operands := head.written(u)).expressions[0],
+        operands.expressions[0],
         operands,
-        tuple(early) if operands.vectors or operands.wholes else (),
+        tuple(early),
         u,
         found,
         tuple(node for node in captured if node.op == "call_function"),

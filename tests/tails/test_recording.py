@@ -20,6 +20,7 @@ from tconv3d.api.fuse import FusedTail
 from tconv3d.tails.pointwise import is_view
 
 FULL = (2, C, 5, 7, 9)
+RATES = torch.linspace(0.1, 2, C).view(C, 1, 1, 1)
 PASSED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = {
     "residual": ((FULL,), lambda z, r: F.relu(z + r)),
     "function of a residual": ((FULL,), lambda z, r: F.silu(r) * z + torch.tanh(r)),
@@ -237,6 +238,22 @@ def test_a_tail_that_switches_gradients_off_is_differentiated_by_pytorch() -> No
 
     check(fused(tail), operand(torch.float32).requires_grad_(), [], chained=False)
     check(fused(lambda z: F.silu(z) * torch.sigmoid(z).detach()), operand(torch.float32).requires_grad_(), [])
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda z, r, s: z * F.instance_norm(r),
+        lambda z, r, s: F.silu(z) * s.std(2)[..., None, None, None],
+        lambda z, r, s: z.sigmoid() * (RATES / RATES.norm()) + RATES.softmax(0),
+    ],
+)
+def test_pytorch_reduces_tensors_that_the_kernel_takes(tail: Callable[..., Tensor]) -> None:
+    model, x, passed = fused(tail), operand(torch.float32), [torch.rand(FULL), torch.rand(2, C, 3)]
+    with torch.no_grad(), tconv3d.use_backend("torch"):
+        exact = copy.deepcopy(model).double()(x.double(), *(each.double() for each in passed))
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        close(model(x, *passed), exact, 2)
 
 
 @pytest.mark.parametrize(
