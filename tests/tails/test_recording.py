@@ -256,6 +256,15 @@ def test_pytorch_reduces_tensors_that_the_kernel_takes(tail: Callable[..., Tenso
         close(model(x, *passed), exact, 2)
 
 
+def test_a_caller_may_write_to_results() -> None:
+    model, x = fused(lambda z: (z.relu(), RATES.exp().view(C))), operand(torch.float32)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        for _ in range(2):
+            rates = model(x)[1]
+            assert torch.equal(rates, RATES.exp().view(C))
+            rates.zero_()
+
+
 @pytest.mark.parametrize(
     "tail",
     [
