@@ -39,6 +39,7 @@ from .pointwise import (
     is_vector,
     is_view,
     meta,
+    name_of,
     rows_of,
     shape_of,
 )
@@ -95,6 +96,16 @@ class Stages:
             shared = [one == 1 < full for one, full in zip(own[:2], like.shape[:2], strict=True)]
             found.append(Read(SCALARS[DTYPES[meta(node).dtype]], *shared))
         return tuple(found) if any(each != plain for each in found) else ()
+
+    @property
+    def in_pytorch(self) -> tuple[str, ...]:
+        """The operators that PyTorch runs: on large operands before the convolution, and behind the fused part."""
+        large = [
+            node
+            for node in self.early
+            if not is_view(node) and any(_is_volume(each, self.graph) for each in (node, *node.all_input_nodes))
+        ]
+        return tuple(dict.fromkeys([*map(name_of, large), *self.rounds.left_names]))
 
     def over_channels_of(self, tail: Tail) -> Tail:
         """Returns the epilogue with the first round behind it, over channels."""
