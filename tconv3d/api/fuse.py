@@ -41,7 +41,7 @@ class FuseReport:
     kernel: str  # the expression that the convolution's kernel evaluates, "" if there is none
     statistics: str  # the means and variances that are taken of the result, "" if there are none
     passes: tuple[str, ...]  # the expressions of every pass over the result
-    pytorch: tuple[str, ...]  # the operators that run in PyTorch behind the fused part
+    pytorch: tuple[str, ...]  # the operators that run in PyTorch, before and behind the fused part
     why_not: str = ""  # why nothing is fused
     gradients: tuple[str, ...] = ()  # what calls that record gradients run instead
     channels: str = ""  # what the kernel computes over the channels of a position, "" if there is nothing
@@ -250,7 +250,7 @@ def _report(kind: Kind, input: Tensor, block: FusedTail, extra: Sequence[Any], d
         if taken is None
         else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
         passes=s.rounds.passes[1:] if behind == "" else s.rounds.passes,
-        pytorch=s.rounds.left_names,
+        pytorch=s.in_pytorch,
         gradients=kind.recorded(passed).texts if wanted else (),
         channels=str(s.over_channels) if behind == "" else "",
         behind=behind or "",

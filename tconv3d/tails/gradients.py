@@ -70,7 +70,7 @@ def backward(
         return None
     graph, again = found
     saved = tuple((node, again[node.name]) for node in reduced if node.name in again)
-    join_means(graph.graph)
+    join_means(graph.graph, (aten.detach.default, aten.alias.default))
     _expand_last(graph.graph)
     lower(graph.graph)
     _clean(graph)

@@ -54,6 +54,11 @@ class Prepared:
     steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
     _behind: bool = False  # no kernel computes the first round over channels
     _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
+    _gives_constants: bool = False  # a result comes from captured tensors alone: the caller may write to it
+
+    def __post_init__(self) -> None:
+        results = _output(self.stages.graph).all_input_nodes
+        self._gives_constants = not aliases(*self.stages.constants).isdisjoint(results)
 
     def run(
         self,
@@ -154,7 +159,7 @@ class Prepared:
         made = self._made
         if made is None or not _unchanged(made.seen, tensors, stream) or kept.captured(parameters[0], stream):
             made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, self._drop))
-            self._made = made if made.seen is not None else None
+            self._made = made if made.seen is not None and not self._gives_constants else None
         return {**captured, **made.constant, **dict(zip(placeholders, extra, strict=True))}, made
 
     def _make(

@@ -39,6 +39,7 @@ from .pointwise import (
     is_vector,
     is_view,
     meta,
+    name_of,
     rows_of,
     shape_of,
 )
@@ -95,6 +96,16 @@ class Stages:
             shared = [one == 1 < full for one, full in zip(own[:2], like.shape[:2], strict=True)]
             found.append(Read(SCALARS[DTYPES[meta(node).dtype]], *shared))
         return tuple(found) if any(each != plain for each in found) else ()
+
+    @property
+    def in_pytorch(self) -> tuple[str, ...]:
+        """The operators that PyTorch runs: on large operands before the convolution, and behind the fused part."""
+        large = [
+            node
+            for node in self.early
+            if not is_view(node) and any(_is_volume(each, self.graph) for each in (node, *node.all_input_nodes))
+        ]
+        return tuple(dict.fromkeys([*map(name_of, large), *self.rounds.left_names]))
 
     def over_channels_of(self, tail: Tail) -> Tail:
         """Returns the epilogue with the first round behind it, over channels."""
@@ -162,15 +173,18 @@ def _stages(
     head = _Head(start, nodes, shape, {*captured, *given} if moved is None else set(), wholes=True)
     u = start if plain or product else head.last_of_kernel()
     found = None if product else _statistics(u, nodes, shape)
-    without_variances(graph.graph, found.nodes if found else (), whole)
+    operands = head.written(u)
+    early = [node for node in nodes if node in given and node.op == "call_function"]
+    early = early if operands.vectors or operands.wholes else []
+    unlowered = {*whole, *(node.name for node in (*captured, *early))}  # PyTorch computes the last two
+    without_variances(graph.graph, found.nodes if found else (), unlowered)
     graph.recompile()
     differentiable = copied(graph)
-    lower(graph.graph, whole)
+    lower(graph.graph, unlowered)
     graph.recompile()
     nodes = list(graph.graph.nodes)
-    captured = [node for node in captured if node in set(nodes)]
+    captured, early = ([node for node in each if node in set(nodes)] for each in (captured, early))
     known = dict.fromkeys([*captured, *passed, *(found.nodes if found else ())])
-    early = [node for node in nodes if node in given and node.op == "call_function"]
     writer = Writer(shape_of(z), z, affine.elements)
     folded = writer.write(a, shared=False)
     inside = (affine.ancestors(a) | head.ancestors(u)) - {u}
@@ -185,9 +199,9 @@ def _stages(
         differentiable,
         Affine(folded, tuple(node for node, _ in writer.vectors)),
         None if moved is None else moved[1],
-        (operands := head.written(u)).expressions[0],
+        operands.expressions[0],
         operands,
-        tuple(early) if operands.vectors or operands.wholes else (),
+        tuple(early),
         u,
         found,
         tuple(node for node in captured if node.op == "call_function"),

@@ -327,15 +327,17 @@ def copied(traced: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(traced, graph)
 
 
-def join_means(graph: fx.Graph) -> None:
+def join_means(graph: fx.Graph, past: Container[Any] = (aten.alias.default,)) -> None:
     """Replaces means by those that variances of the same numbers come with, in place.
 
-    PyTorch's derivative of a variance takes the mean again, and tails often ask for both.
+    PyTorch's derivative of a variance takes the mean again, and tails often ask for both. Operators in `past` return
+    the numbers that they take. In a graph that will be differentiated, a detached tensor must not be joined with the
+    tensor itself, because no gradient flows through it.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    variances = {_reduced(node): node for node in reversed(order) if node.target is aten.var_mean.correction}
+    variances = {_reduced(node, past): node for node in reversed(order) if node.target is aten.var_mean.correction}
     for node in order:
-        key = _reduced(node) if node.target is aten.mean.dim and not node.kwargs else None
+        key = _reduced(node, past) if node.target is aten.mean.dim and not node.kwargs else None
         found = None if key is None else variances.get(key)
         if found is None or not found.kwargs.get("keepdim"):
             continue
@@ -351,13 +353,13 @@ def join_means(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _reduced(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
+def _reduced(node: fx.Node, past: Container[Any]) -> tuple[fx.Node, tuple[int, ...]] | None:
     """Returns what a mean or a variance is taken of: a tensor and its dimensions."""
     given: Any = node.args[:2]
     if len(given) < 2 or not given[1]:
         return None
     x, dims = given
-    while x.target in (aten.detach.default, aten.alias.default):
+    while x.target in past:
         x = x.args[0]
     return x, tuple(dim % x.meta["val"].dim() for dim in dims)
 

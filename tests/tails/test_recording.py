@@ -20,6 +20,7 @@ from tconv3d.api.fuse import FusedTail
 from tconv3d.tails.pointwise import is_view
 
 FULL = (2, C, 5, 7, 9)
+RATES = torch.linspace(0.1, 2, C).view(C, 1, 1, 1)
 PASSED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = {
     "residual": ((FULL,), lambda z, r: F.relu(z + r)),
     "function of a residual": ((FULL,), lambda z, r: F.silu(r) * z + torch.tanh(r)),
@@ -237,6 +238,45 @@ def test_a_tail_that_switches_gradients_off_is_differentiated_by_pytorch() -> No
 
     check(fused(tail), operand(torch.float32).requires_grad_(), [], chained=False)
     check(fused(lambda z: F.silu(z) * torch.sigmoid(z).detach()), operand(torch.float32).requires_grad_(), [])
+
+
+@pytest.mark.parametrize(
+    ("tail", "pytorch"),
+    [
+        (lambda z, r, s: z * F.instance_norm(r), ("var_mean", "sub", "mul")),
+        (lambda z, r, s: F.silu(z) * s.std(2)[..., None, None, None], ()),
+        (lambda z, r, s: z.sigmoid() * (RATES / RATES.norm()) + RATES.softmax(0), ()),
+    ],
+)
+def test_pytorch_reduces_tensors_that_the_kernel_takes(tail: Callable[..., Tensor], pytorch: tuple[str, ...]) -> None:
+    """The report names PyTorch's operators unless all their tensors are small."""
+    model, x, passed = fused(tail), operand(torch.float32), [torch.rand(FULL), torch.rand(2, C, 3)]
+    with torch.no_grad(), tconv3d.use_backend("torch"):
+        exact = copy.deepcopy(model).double()(x.double(), *(each.double() for each in passed))
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        close(model(x, *passed), exact, 2)
+        assert model.report(x, *passed).pytorch == pytorch
+
+
+def test_a_caller_may_write_to_results() -> None:
+    model, x = fused(lambda z: (z.relu(), RATES.exp().view(C))), operand(torch.float32)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        for _ in range(2):
+            rates = model(x)[1]
+            assert torch.equal(rates, RATES.exp().view(C))
+            rates.zero_()
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda z: (z - z.detach().mean((2, 3, 4), keepdim=True)) * z.var((2, 3, 4), keepdim=True),
+        lambda z: (z - z.mean((2, 3, 4), keepdim=True)) / (1 + z.detach().var((2, 3, 4), keepdim=True)) + z,
+    ],
+)
+def test_no_gradient_flows_through_a_detached_mean_or_variance(tail: Callable[[Tensor], Tensor]) -> None:
+    """Passes take means and variances of equal numbers at once, but not those of a tensor and its detached alias."""
+    check(fused(tail), operand(torch.float32).requires_grad_(), [])
 
 
 def _through_data(z: Tensor) -> Tensor:

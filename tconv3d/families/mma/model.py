@@ -562,8 +562,7 @@ def candidates_of(
     work = Work(side, build.unrolled, build.apart)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)
-        if build.resident:
-            found = found.in_one_wave(device)
+        found = found.in_one_wave(device) if build.resident else found
         if found.blocks_that_fit(device) >= build.blocks:
             yield found
 
