@@ -185,7 +185,8 @@ def test_a_kernel_that_nobody_measured_wins_only_if_nothing_else_can() -> None:
         offers = {each.kernel: each for each in planner.answers(wanted, H200) if isinstance(each, Offer)}
         taken = planner.taken(wanted, H200)
         for kernel, offer in offers.items():
-            assert (offer.price == inf) is (kernel not in unknown), kernel
+            fits = offer.work().cycles < inf  # a kernel may have no build that fits
+            assert (offer.price == inf) is (kernel not in unknown or not fits), kernel
     calibration.rates_of.cache_clear()
     assert "rows_weight_grad" in offers
     assert all(offer.kernel in unknown for offer in taken)
