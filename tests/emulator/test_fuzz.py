@@ -102,6 +102,18 @@ KEPT: dict[str, list[Case]] = {
             grad=Memory("ndhwc", expanded="ncdhw"),
         )
     ],
+    "a last tile of whole chunks of terms that is not full": [
+        Case(
+            Layer(48, 16, (1, 1, 64), (4, 4, 2), (4, 4, 2)),
+            "float16",
+            plans="H200",
+            favoured="gather",
+            wanted=("input", "weight", "bias"),
+            input=Memory("ndhwc"),
+            weight=Memory("ndhwc"),
+            grad=Memory("ndhwc"),
+        )
+    ],
     "an input at an odd address after one that was aligned": [
         Case(
             Layer(80, 80, size, (2, 4, 1), (2, 4, 1), (0, 3, 0), (0, 3, 1), (2, 2, 2), batch=1, bias=False),

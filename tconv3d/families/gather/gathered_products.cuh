@@ -144,7 +144,7 @@ struct GatheredProducts {
     __device__ __forceinline__ Tap(const Args& args, int term) {
       const int tap = term / C::kOut, w = tap % C::kKernelW, h = tap / C::kKernelW % C::kKernelH,
                 d = tap / (C::kKernelW * C::kKernelH);
-      const bool exists = kTerms % kChunk == 0 || term < kTerms;
+      const bool exists = kTerms % kRows == 0 || term < kTerms;
       // Bit 31 is 0 in all places, so that terms beyond the last exist nowhere.
       bits = exists ? 1u << d | 1u << (C::kKernelD + h) | 1u << (C::kKernelD + C::kKernelH + w) : ~0u;
       const int line = d * C::kDilationD * args.output.h + h * C::kDilationH;
