@@ -41,3 +41,20 @@ def axis_constants(axes: Sequence[object], *attributes: str) -> Constants:
         for name in attributes
         for letter, axis in zip(letters, axes, strict=True)
     )
+
+
+def end_of_blocks(first: float, many: int, second: float, more: int, workers: int) -> float:
+    """Returns the cycle in which the last block of a launch ends; each starts where a multiprocessor is free first.
+
+    `many` blocks take `first` cycles, and `more` blocks behind them `second` cycles, on `workers` multiprocessors.
+    """
+    rounds, rest = divmod(many, workers)
+    # Multiprocessors that become free at the same time get blocks at the same time, so that there are two groups.
+    ends, counts = [rounds * first, (rounds + 1) * first], (workers - rest, rest)
+    last = ends[1] if rest else ends[0]
+    while more > 0:
+        group = 1 if rest and ends[1] < ends[0] else 0
+        ends[group] += second
+        last = max(last, ends[group])
+        more -= counts[group]
+    return last

@@ -19,7 +19,7 @@ from math import prod
 from ...planning import calibration, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Launch, axis_constants
+from ...planning.launch import Launch, axis_constants, end_of_blocks
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, contiguous_strides, dense_strides
 from ...planning.scalars import SCALARS
@@ -111,28 +111,13 @@ def products_cycles(p: Problem, tiling: Tiling, device: Device) -> float:
     chunks_x, chunks_w = _chunks(p)
     first, second = -(-chunks_x // tiling.portions_x) * chunk, -(-chunks_w // tiling.portions_w) * chunk
     x, w = tiling.blocks(p)
-    return _last(first + BLOCK_CYCLES, x, second + BLOCK_CYCLES, w, device.multiprocessors)
+    return end_of_blocks(first + BLOCK_CYCLES, x, second + BLOCK_CYCLES, w, device.multiprocessors)
 
 
 def _chunks(p: Problem) -> tuple[int, int]:
     """Returns the chunks that the products for dx and for dw add up."""
     g = p.geometry
     return -(-g.out_channels * g.taps // CHUNK), -(-p.batch * prod(p.input_size) // CHUNK)
-
-
-def _last(first: float, many: int, second: float, more: int, workers: int) -> float:
-    """Returns the cycle in which the last block ends: `many` blocks of `first` cycles, then `more` blocks of `second`
-    cycles, each on the multiprocessor that becomes free first."""
-    rounds, rest = divmod(many, workers)
-    # Multiprocessors that become free at the same time get blocks at the same time, so that there are two groups.
-    ends, counts = [rounds * first, (rounds + 1) * first], (workers - rest, rest)
-    last = ends[1] if rest else ends[0]
-    while more > 0:
-        group = 1 if rest and ends[1] < ends[0] else 0
-        ends[group] += second
-        last = max(last, ends[group])
-        more -= counts[group]
-    return last
 
 
 def _parts(p: Problem, tiling: Tiling) -> dict[str, tuple[int, int]]:

@@ -23,7 +23,7 @@ from math import inf, prod
 from ...planning import tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Launch, axis_constants
+from ...planning.launch import Launch, axis_constants, end_of_blocks
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, dense_strides
 from ...planning.repertoire import Repertoire, searched
@@ -157,7 +157,7 @@ def products_cycles(o: Operands, tiling: Tiling, device: Device) -> float:
     x = _block_cycles(rows, tiling.columns_x, of_x, -(-o.chunks_x // tiling.portions_x))
     w = _block_cycles(rows, tiling.columns_w, of_w, -(-o.chunks_w // tiling.portions_w))
     blocks_x, blocks_w = tiling.blocks(o)
-    return _last(x, blocks_x, w, blocks_w, device.multiprocessors)
+    return end_of_blocks(x, blocks_x, w, blocks_w, device.multiprocessors)
 
 
 def moving_cycles(o: Operands, tiling: Tiling) -> float:
@@ -171,21 +171,6 @@ def adding_cycles(o: Operands, tiling: Tiling, bands: int, device: Device) -> fl
     """Predicts the cycles of the launch that adds parts; 0 if there are none."""
     parts = _parts_bytes(o, tiling, bands)
     return LAUNCH + parts / (PART_BYTES * device.multiprocessors) if parts else 0.0
-
-
-def _last(first: float, many: int, second: float, more: int, workers: int) -> float:
-    """Returns the cycle in which the last block ends: `many` blocks of `first` cycles, then `more` blocks of `second`
-    cycles, each on the multiprocessor that becomes free first."""
-    rounds, rest = divmod(many, workers)
-    # Multiprocessors that become free at the same time get blocks at the same time, so that there are two groups.
-    ends, counts = [rounds * first, (rounds + 1) * first], (workers - rest, rest)
-    last = ends[1] if rest else ends[0]
-    while more > 0:
-        group = 1 if rest and ends[1] < ends[0] else 0
-        ends[group] += second
-        last = max(last, ends[group])
-        more -= counts[group]
-    return last
 
 
 def _parts(o: Operands, tiling: Tiling, bands: int) -> list[tuple[str, int, int]]:

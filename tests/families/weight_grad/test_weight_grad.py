@@ -246,7 +246,7 @@ def test_the_bias_in_the_same_pass(name: str, dtype: torch.dtype, tensor_cores: 
 
     dw, db = both()
     assert dw is not None and db is not None
-    alone = weight_grad(layer, x, dy)  # its parts may be added in another order
+    alone = weight_grad(layer, x, dy)  # alone, partial sums may be added in another order
     assert bool(((dw - alone).abs() <= 4 * UNIT[dtype] * alone.abs() + 1e-5).all())
     exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
     allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
