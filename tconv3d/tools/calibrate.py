@@ -141,17 +141,23 @@ def prepare_all(work: Sequence[Work], console: Console) -> list[Candidate]:
 
 
 def measure(work: Sequence[Work], console: Console) -> list[Timed]:
-    """Times every candidate, and PyTorch's operator for each set of passes that a candidate computes."""
+    """Times every candidate, and PyTorch's operator for each set of passes that a candidate computes.
+
+    An interruption returns the times that were measured until then.
+    """
     found = prepare_all(work, console)
     clock = Clock(0.004)
     rows: list[Timed] = []
     calls = [list(each) for _, each in itertools.groupby(found, key=lambda each: (each.layer, tuple(each.wanted)))]
-    for same in track(calls, "measuring", console=console):
-        try:
-            rows += _measure_call(same, clock)
-        except torch.OutOfMemoryError:
-            console.print(f"{same[0].layer}: out of memory")
-        torch.cuda.empty_cache()
+    try:
+        for same in track(calls, "measuring", console=console):
+            try:
+                rows += _measure_call(same, clock)
+            except torch.OutOfMemoryError:
+                console.print(f"{same[0].layer}: out of memory")
+            torch.cuda.empty_cache()
+    except KeyboardInterrupt:
+        console.print(f"interrupted: fitting the {len(rows)} times that were measured until then")
     return rows
 
 
