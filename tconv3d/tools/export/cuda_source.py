@@ -49,8 +49,8 @@ LAUNCH = """
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads, int shared_bytes, Args args,
             cudaStream_t stream) {
-%s  void* parameters[] = {&args};
-  check(cudaLaunchKernel(kernel, grid, dim3{threads, 1, 1}, parameters, shared_bytes, stream), name);
+%s  cudaLaunchConfig_t config{grid, dim3{threads, 1, 1}, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
+  check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 """
 LAUNCH_CLUSTERS = """

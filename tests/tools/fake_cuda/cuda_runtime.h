@@ -32,30 +32,6 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(Args), cudaFuncAttribute, int by
   return cudaSuccess;
 }
 
-template <class Args>
-cudaError_t cudaLaunchKernel(void (*kernel)(Args), dim3 grid, dim3 block, void** parameters, size_t shared_bytes,
-                             cudaStream_t) {
-  static_assert(sizeof(Args) <= fake::kArgsBytes);
-  fake::kernel = reinterpret_cast<void (*)()>(kernel);
-  if (shared_bytes > 48 * 1024 && (fake::asked != fake::kernel || fake::allowed_bytes < shared_bytes)) {
-    strcpy(fake::error, "more shared memory than the kernel may have");
-    return cudaErrorLaunchFailure;
-  }
-  fake::thread = [](const void* args) {
-    reinterpret_cast<void (*)(Args)>(fake::kernel)(*static_cast<const Args*>(args));
-  };
-  alignas(16) unsigned char bytes[fake::kArgsBytes] = {};
-  memcpy(bytes, parameters[0], sizeof(Args));
-  const unsigned size[3] = {grid.x, grid.y, grid.z};
-  static void* stacks = nullptr;
-  const int failed = emulator_launch(bytes, fake::kArgsBytes, size, block.x, static_cast<unsigned>(shared_bytes), 0,
-                                     0, &stacks, fake::error, sizeof fake::error);
-  return failed ? cudaErrorLaunchFailure : cudaSuccess;
-}
-
-emulator::Kernel emulated_kernel = {
-    "exported", [](const void* args) { fake::thread(args); }, fake::kArgsBytes, 16, 1024};
-
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -73,10 +49,28 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+// cudaLaunchKernel is missing here: CUDA 12 declares it so that nvcc 12 cannot deduce the type of a kernel.
 template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args), Args args) {
-  void* parameters[] = {&args};
-  const cudaError_t status = cudaLaunchKernel(kernel, config->gridDim, config->blockDim, parameters,
-                                              config->dynamicSmemBytes, config->stream);
-  return status;
+  static_assert(sizeof(Args) <= fake::kArgsBytes);
+  fake::kernel = reinterpret_cast<void (*)()>(kernel);
+  const size_t shared_bytes = config->dynamicSmemBytes;
+  if (shared_bytes > 48 * 1024 && (fake::asked != fake::kernel || fake::allowed_bytes < shared_bytes)) {
+    strcpy(fake::error, "more shared memory than the kernel may have");
+    return cudaErrorLaunchFailure;
+  }
+  fake::thread = [](const void* args) {
+    reinterpret_cast<void (*)(Args)>(fake::kernel)(*static_cast<const Args*>(args));
+  };
+  alignas(16) unsigned char bytes[fake::kArgsBytes] = {};
+  memcpy(bytes, &args, sizeof(Args));
+  const unsigned size[3] = {config->gridDim.x, config->gridDim.y, config->gridDim.z};
+  static void* stacks = nullptr;
+  const int failed =
+      emulator_launch(bytes, fake::kArgsBytes, size, config->blockDim.x, static_cast<unsigned>(shared_bytes), 0, 0,
+                      &stacks, fake::error, sizeof fake::error);
+  return failed ? cudaErrorLaunchFailure : cudaSuccess;
 }
+
+emulator::Kernel emulated_kernel = {
+    "exported", [](const void* args) { fake::thread(args); }, fake::kArgsBytes, 16, 1024};
