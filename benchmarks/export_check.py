@@ -153,6 +153,9 @@ def main() -> int:
     parser.add_argument("tasks", nargs="*", help=f"of {', '.join(tasks.NAMES)}; else all")
     parser.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=["tf32", "bfloat16"])
     parser.add_argument("--layout", nargs="+", choices=export.LAYOUTS, default=["contiguous"])
+    parser.add_argument(
+        "--files", type=Path, metavar="FOLDER", help="check these files, TASK.py; else files are exported"
+    )
     parser.add_argument("--compile", nargs=3, metavar=("FILE", "PRECISION", "LAYOUT"), help="one variant, no more")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -163,8 +166,8 @@ def main() -> int:
     names = options.tasks or tasks.NAMES
     kinds = list(product(names, options.dtype, options.layout))
     with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        for task in names:
+        folder = options.files or Path(directory)
+        for task in names if options.files is None else ():
             (folder / f"{task}.py").write_text(export.export(task, options.dtype, options.layout))
         compile_all(kinds, folder)
         rows = []

@@ -13,13 +13,14 @@ from math import prod
 
 from ...families.norm import planner as norm_planner
 from ...families.norm.planner import Activation, NormProblem, Wanted
-from ...planning import planner
 from ...planning.gpus import GPUS
+from ...planning.launch import Constants
 from ...planning.problem import Device, Norm, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
 from ..bench.layers import Layer
 from ..bench.problems import problems_of_layer
+from . import choices
 
 ANY = "any"  # the name of the GPU whose plans run on every GPU of compute capability 8.0 or higher
 # Devices that plans are made for. "any" has 101376 bytes of shared memory per block, the least that a GPU of compute
@@ -127,7 +128,7 @@ def operations(
 def _pass(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
     """Returns the operation of one pass: forward, or the gradient of input, weight or bias."""
     *operands, _, _, _ = OPERANDS[which]  # the last three are an unused operand, the result and the workspace
-    plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
+    plans = {v: _plan([problem(layer, which, v)], v) for v in chosen}
     return Operation(which.value, _given(layer, operands), (_result(layer, which),), plans)
 
 
@@ -142,17 +143,22 @@ def _result(layer: Layer, which: Pass) -> Result:
 
 
 def _together(layer: Layer, wanted: Sequence[Pass], chosen: Sequence[Variant]) -> list[Operation]:
-    """Returns one operation for all gradients if a kernel computes several of them at once, else no operation."""
-    problems = {v: tuple(problem(layer, which, v) for which in wanted) for v in chosen}
-    if not any(shares_kernels(p, DEVICES[v.gpu]) for v, p in problems.items()):
+    """Returns one operation for all gradients if other kernels compute them than each alone, else no operation."""
+    problems = {v: [problem(layer, which, v) for which in wanted] for v in chosen}
+    plans = {v: _plan(p, v) for v, p in problems.items()}
+    if all(_kernels(plans[v]) == _kernels(*(_plan([each], v) for each in p)) for v, p in problems.items()):
         return []
-    plans = {v: planner.plan_gradients(p, DEVICES[v.gpu]) for v, p in problems.items()}
     operands = BACKWARD[: BACKWARD.index("null")]
     return [Operation("backward", operands, tuple(_result(layer, which) for which in wanted), plans)]
 
 
-def shares_kernels(problems: tuple[Problem, ...], device: Device) -> bool:
-    return any(len(plan.passes) > 1 for plan in planner.gradient_plans(problems, device))
+def _plan(problems: Sequence[Problem], variant: Variant) -> Plan:
+    return choices.plan(problems, DEVICES[variant.gpu], variant.precision)
+
+
+def _kernels(*plans: Plan) -> set[tuple[str, Constants, tuple[int, int, int]]]:
+    """Returns what runs: launches with other places in memory are the same kernels."""
+    return {(launch.kernel, launch.constants, launch.grid) for plan in plans for launch in plan.launches}
 
 
 def _given(layer: Layer, operands: Sequence[str]) -> tuple[str, ...]:
@@ -166,7 +172,7 @@ def _statistics(layer: Layer, chosen: Sequence[Variant], eps: float) -> Operatio
     *operands, _, _, statistics, _ = WITH_STATISTICS
     norm = Norm(layer.norm_groups, eps)
     problems = {v: replace(problem(layer, Pass.FORWARD, v), relu=True, norm=norm) for v in chosen}
-    plans = {v: planner.plan(p, DEVICES[v.gpu]) for v, p in problems.items()}
+    plans = {v: _plan([p], v) for v, p in problems.items()}
     shape = (2, layer.batch, layer.norm_groups)
     results = Result("y", layer.output_shape, volume=True), Result(statistics, shape, dtype="float32")
     return Operation("forward", _given(layer, operands), results, plans)

@@ -27,6 +27,7 @@ from ...torch_ops.executor import OPERANDS, WITH_STATISTICS
 from ...torch_ops.problems import RESULT_TYPES, OperandAddresses, Tail, tf32_level
 from ...torch_ops.pytorch_ops import statistics_dtype
 from ...torch_ops.runner import Runner
+from . import choices
 from .formulas import formula
 from .passes import DEVICES, STRIDES, Operation, Result, Variant
 
@@ -241,7 +242,7 @@ class Recording(Runner):
             planner.check_over_channels(problem, DEVICES[self.variant.gpu])
             note = ", then ".join(formula(each) for each in (tail.expression, tail.channels) if each)
             operands = (*given, *((tail.vectors, *tail.wholes) if tail.has_operands else ()))
-        plan = planner.plan(problem, DEVICES[self.variant.gpu])
+        plan = choices.plan([problem], DEVICES[self.variant.gpu], self.variant.precision)
         plain = tail is None and not statistics and {self.ref(x), self.ref(weight)} <= set(self.inputs)
         note = "" if note == "z" else note
         self._add("forward" if plain else "fused_forward", plan, names, (*operands, None, y, *statistics), note)
