@@ -234,8 +234,8 @@ def measure_layer(
                 _describe_tail(rows, case, place)
             if place.clock is not None:
                 (_time_tail if tail else _time)(rows, case, options, place)
-            if options.offers:  # only now is it known who won
-                with tconv3d.use_backend(place.backend), rivals.cudnn_benchmark(True):
+            if place.clock is not None and not tail:  # only now is it known who won where offers were timed
+                with tconv3d.use_backend(place.backend), rivals.cudnn_benchmark(options.offers):
                     explanation = tconv3d.explain(case.convolution, case.x)
                 for row in rows:
                     _describe(row, case, explanation, ceilings)
