@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import tconv3d
 from tconv3d import emulator
 from tconv3d.planning import planner, winners
+from tconv3d.planning.offers import Offer
 from tconv3d.planning.problem import Pass, Problem
 from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.problems import problems_of_layer
@@ -93,3 +95,21 @@ def test_nothing_is_timed_for_another_gpu(stored: Stored, monkeypatch: pytest.Mo
     with tconv3d.use_backend("emulator"), choosing.measured_by(never):
         chosen = choices.plan([forward], executor.EMULATED, "tf32")
     assert chosen.launches == planner.plan(forward, executor.EMULATED).launches
+
+
+@pytest.mark.parametrize("follows", [{"relu": True}, {"tail": "tconv3d::Relu"}])
+def test_what_follows_is_not_timed_but_a_stored_winner_counts(follows: dict[str, Any], stored: Stored) -> None:
+    device = executor.EMULATED
+    (problem,) = (replace(each, **follows) for each in problems(Pass.FORWARD))
+    wanted = {problem.which: problem}
+    with tconv3d.use_backend("emulator"), choosing.measured_by(never):
+        before = choices.plan([problem], device, "tf32")
+        with planner.meeting(wanted, device):
+            # PyTorch's operator computes no tail, so that it makes no offer for one.
+            offers = [each for each in planner.answers(wanted, device, not problem.tail) if isinstance(each, Offer)]
+            _, slower, *_ = planner.best([each for each in offers if each.kernel != "pytorch"], wanted, device, 2)
+            entry = choosing._entry(wanted, device, offers, (False, not problem.tail), cuda=False)
+        timing = winners.Timing(winners.name_of(slower), 1.0)
+        stored[entry] = winners.Winner(winners.parts(slower), (timing,), "a test")
+        after = choices.plan([problem], device, "tf32")
+    assert after.kernel == slower[0].kernel != before.kernel

@@ -49,7 +49,8 @@ def _of_library(problems: Sequence[Problem], device: Device) -> Plan | None:
             return None if found.aten else found
     except torch.OutOfMemoryError:
         pass
-    here = executor.device_of(like)
+    here, tails = executor.device_of(like), any(problem.tail or problem.channels for problem in problems)
+    settings = settings[0], settings[1] and not tails  # PyTorch's operator computes no tail
     with planner.meeting(wanted, here):
         choice = choosing.choice(wanted, here, settings, like.is_cuda)
         if choice.winner is None or any(offer.kernel == PYTORCH for offer in choice.cover):
