@@ -18,6 +18,7 @@ from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.problems import problems_of_layer
 from tconv3d.tools.export import choices
 from tconv3d.torch_ops import choosing, executor
+from tconv3d.torch_ops.clock import Timer
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 
@@ -41,7 +42,7 @@ def problems(*passes: Pass) -> list[Problem]:
     return [each for each in problems_of_layer(LAYER, "tf32", "contiguous") if each.which in passes]
 
 
-def clock(*milliseconds: float) -> Callable[[Callable[[], Any]], float]:
+def clock(*milliseconds: float) -> Timer:
     """Returns a clock that gives the candidates these times, in the order in which they are first timed."""
     known: dict[int, tuple[Callable[[], Any], float]] = {}
     left = iter(milliseconds)
