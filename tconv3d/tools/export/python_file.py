@@ -285,7 +285,7 @@ def python_file(
     model, imports = reference.written(
         None if chain is None else list(chain.paths.values()), chain is None or not convolves
     )
-    settings = f"SETTINGS = {{\n{_entries(layer.arguments, 4)}}}\n" if "SETTINGS)" in model else ""
+    settings = _settings(layer) if "SETTINGS)" in model else ""
     settings += _norm_settings(reference) + _model_settings(reference, chain)
     functions = [_operation(layer, together, forward_only)] if convolves else []
     functions += [chain_text(chain, layer, together, forward_only, NO_BACKWARD)] if chain is not None else []
@@ -430,6 +430,14 @@ def _model_settings(reference: Reference, chain: Chain | None) -> str:
     lines = [f'    "{path}": {{\n' + _entries(values, 8) + "    },\n" for path, values in found.items()]
     text = "MODEL_SETTINGS = {  # by the path of the module\n" + "".join(lines) + "}\n" if lines else ""
     return text + (shapes_text(chain) if chain is not None else "")
+
+
+def _settings(layer: Layer) -> str:
+    """Returns the settings that a module is compared with, on two lines if they fit."""
+    given = layer.arguments
+    steps = {name: given.pop(name) for name in ("stride", "padding", "output_padding", "dilation")}
+    parts = [", ".join(f'"{name}": {value!r}' for name, value in part.items()) for part in (given, steps)]
+    return "".join(f"{line}\n" for line in wrapped([f"SETTINGS = {{{parts[0]}}}", f"SETTINGS |= {{{parts[1]}}}"]))
 
 
 def _entries(values: dict[str, Any], columns: int) -> str:
