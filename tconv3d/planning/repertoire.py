@@ -19,7 +19,7 @@ from math import inf, prod
 from typing import Any, Generic, TypeVar
 
 from ..runtime import cache, plain, sources
-from .problem import Problem, channels_last_strides, contiguous_strides
+from .problem import Problem, Strides, channels_last_strides, contiguous_strides, is_channels_last
 
 # Typical volumes are cubes, given as (batch size, edge in positions). By the planners' models, volumes of 100 to
 # 3 million positions take 2% longer with the builds of these volumes than with their own best builds.
@@ -146,13 +146,21 @@ def typical_problems(problem: Problem) -> list[Problem]:
         if min(g.output_size(size)) < 1:
             continue
         x, y = (batch, g.in_channels, *size), (batch, g.out_channels, *g.output_size(size))
-        input, output = (
-            channels_last_strides(shape) if given[1] == 1 else contiguous_strides(shape)
-            for shape, given in ((x, problem.input), (y, problem.output))
-        )
+        input, output = _strides_like(problem.input, x), _strides_like(problem.output, y)
         found.append(replace(problem, batch=batch, input_size=size, input=input, output=output))
     positions = problem.batch * prod(problem.input_size)
     return nearest(positions, ((each.batch * prod(each.input_size), each) for each in found))
+
+
+def _strides_like(given: Strides, shape: tuple[int, ...]) -> Strides:
+    """Returns strides of a dense tensor, with channels as neighbours in memory if they are in `given`.
+
+    A single channel may be one of a channels-last tensor, with neighbours along w apart: so it is in the result.
+    """
+    if given[1] != 1:
+        return contiguous_strides(shape)
+    batch, channels, *size = shape
+    return channels_last_strides((batch, max(channels, 2) if is_channels_last(given) else channels, *size))
 
 
 def searched(planner: str, settings: object, kind: Any, search: Callable[[], Choice]) -> Choice:

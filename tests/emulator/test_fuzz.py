@@ -49,6 +49,17 @@ KEPT: dict[str, list[Case]] = {
     "a store of 16 bytes to short lines": [
         Case(Layer(17, 16, (4, 7, 3), (1, 3, 2), (3, 3, 1), output_padding=(0, 1, 0)), dtype="float16")
     ],
+    "a build of contiguous tensors for a channel of a channels-last gradient": [
+        Case(
+            Layer(16, 1, size, (1, 5, 5), (2, 2, 2), (2, 2, 2), (0, 0, 1), (3, 1, 3), bias=False),
+            dtype="bfloat16",
+            favoured="depthwise_tiles",
+            wanted=("weight",),
+            input=Memory("ndhwc"),
+            grad=Memory("ndhwc", gaps=(0, 1, 16, 0, 0)),
+        )
+        for size in ((4, 2, 4), (4, 8, 15))
+    ],
     "a block that begins in the middle of a job of channels": [
         Case(
             Layer(32, 32, (7, 5, 2), (3, 7, 1), (3, 2, 1), (5, 0, 0), (2, 2, 0), (2, 3, 2), batch=1, bias=False),

@@ -298,6 +298,8 @@ def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | Non
     """Returns the tiling of a choice with copies as wide as this volume's lines allow, or None if it does not fit."""
     gradients, inputs, members = choice
     g = problem.geometry
+    if not gradients.last == is_channels_last(problem.output) == is_channels_last(problem.input):
+        return None
     widest_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)[0]
     widest_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)[0]
     tiling = Tiling(
