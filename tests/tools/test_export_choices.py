@@ -16,7 +16,7 @@ from tconv3d.planning.offers import Offer
 from tconv3d.planning.problem import Pass, Problem
 from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.problems import problems_of_layer
-from tconv3d.tools.export import choices
+from tconv3d.tools.export import choices, passes, recording
 from tconv3d.torch_ops import choosing, executor
 from tconv3d.torch_ops.clock import Timer
 
@@ -91,11 +91,35 @@ def test_predictions_decide_where_pytorch_wins(stored: Stored) -> None:
 
 
 def test_nothing_is_timed_for_another_gpu(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
     (forward,) = problems(Pass.FORWARD)
+    monkeypatch.setattr(choices, "at_hand", lambda device: None)
     with tconv3d.use_backend("emulator"), choosing.measured_by(never):
         chosen = choices.plan([forward], executor.EMULATED, "tf32")
     assert chosen.launches == planner.plan(forward, executor.EMULATED).launches
+
+
+def test_the_gpu_at_hand_may_have_another_name_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's own name is longer than the one that the command takes."""
+    empty, gpu = torch.empty(0), passes.DEVICES["H200"]
+    assert torch.cuda.is_available() or choices.at_hand(gpu) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch, "empty", lambda *size, device: empty)
+        patch.setattr(executor, "device_of", lambda tensor: replace(gpu, name="NVIDIA H200"))
+        assert choices.at_hand(gpu) is empty
+        assert choices.at_hand(passes.DEVICES["A100"]) is None
+
+
+def test_what_is_timed_while_a_chain_is_recorded_is_no_part_of_the_chain(stored: Stored) -> None:
+    """The convolution alone is timed, on random tensors that PyTorch's operators make."""
+    operations = recording.Operations(passes.Variant("H200", "tf32", "contiguous"))
+    x, weight = (torch.empty(shape, device="meta") for shape in (LAYER.input_shape, LAYER.weight_shape))
+    recorded = recording.Recording(operations, {"x": x, "weight": weight})
+    settings = LAYER.settings
+    with tconv3d.use_backend("emulator"), choosing.measured_by(clock(3.0, 2.0, 1.0, 4.0)):
+        recorded.run(lambda: recorded.forward(x, weight, None, settings, False, None))
+    assert len(stored) == 1
+    assert [step.target for step in recorded.steps] == operations.all
 
 
 @pytest.mark.parametrize("follows", [{"relu": True}, {"tail": "tconv3d::Relu"}])

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...api import tune
 from ...families.pytorch.planner import KERNEL as PYTORCH
 from ...planning import planner
+from ...planning.offers import Offer
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...torch_ops import choosing, executor
 from ...torch_ops.checks import Convolution
@@ -36,26 +37,28 @@ def plan(problems: Sequence[Problem], device: Device, named: str) -> Plan:
 
 
 def _of_library(problems: Sequence[Problem], device: Device) -> Plan | None:
-    """Returns the plan that the library takes on a GPU at hand; None if there is none, or PyTorch's operator wins."""
+    """Returns the plan of the winner on a GPU at hand; None if there is no winner, or it is PyTorch's operator."""
     like, wanted = at_hand(device), {problem.which: problem for problem in problems}
     if like is None:
         return None
-    settings = choosing.circumstances(like.is_cuda)
-    try:
-        if _can_be_timed(problems):
-            drawn = torch.empty(0, dtype=getattr(torch, problems[0].dtype), device=like.device)
-            call = tune.random_call(problems, _convolution(problems[0]), drawn)
-            found, _ = choosing.plan(call, settings)
-            return None if found.aten else found
-    except torch.OutOfMemoryError:
-        pass
-    here, tails = executor.device_of(like), any(problem.tail or problem.channels for problem in problems)
-    settings = settings[0], settings[1] and not tails  # PyTorch's operator computes no tail
+    here, cuda = executor.device_of(like), like.is_cuda
+    tails = any(problem.tail or problem.channels for problem in problems)
+    benchmark, theirs = choosing.circumstances(cuda)
+    settings = benchmark, theirs and not tails  # PyTorch's operator computes no tail
     with planner.meeting(wanted, here):
-        choice = choosing.choice(wanted, here, settings, like.is_cuda)
-        if choice.winner is None or any(offer.kernel == PYTORCH for offer in choice.cover):
+        choice = choosing.choice(wanted, here, settings, cuda)
+        offers = [answer for answer in choice.answers if isinstance(answer, Offer)]
+        if choice.winner is not None:
+            ours = not any(offer.kernel == PYTORCH for offer in choice.cover)
+            return planner.plan_of(choice.cover, wanted, here) if ours else None
+        if not (_can_be_timed(problems) and choosing.measures(wanted, offers, here, benchmark, cuda)):
             return None
-        return planner.plan_of(choice.cover, wanted, here)
+    try:
+        drawn = torch.empty(0, dtype=getattr(torch, problems[0].dtype), device=like.device)
+        found, _ = choosing.plan(tune.random_call(problems, _convolution(problems[0]), drawn), settings)
+    except torch.OutOfMemoryError:
+        return None
+    return None if found.aten else found
 
 
 def at_hand(device: Device) -> Tensor | None:

@@ -62,13 +62,7 @@ void launch_clusters(const char* name, void (*kernel)(Args), dim3 grid, unsigned
   blocks.id = cudaLaunchAttributeClusterDimension;
   blocks.val.clusterDim.x = cluster;
   blocks.val.clusterDim.y = blocks.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3{threads, 1, 1};
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &blocks;
-  config.numAttrs = 1;
+  cudaLaunchConfig_t config{grid, dim3{threads, 1, 1}, static_cast<size_t>(shared_bytes), stream, &blocks, 1};
   check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 """

@@ -127,6 +127,7 @@ class Recording(Runner):
         self.inputs = {self.ref(tensor): name for name, tensor in inputs.items()}
         self.constants: dict[Ref, Tensor] = {}  # tensors with data that the recorded code makes
         self.results: Any = None
+        self.paused = False  # what PyTorch runs now is not part of the run: offers are timed
 
     def ref(self, tensor: Tensor) -> Ref:
         found = self.numbers.get(id(tensor))
@@ -151,6 +152,8 @@ class Recording(Runner):
 
     def add_operator(self, target: Any, args: tuple[Any, ...], options: dict[str, Any], found: Any) -> None:
         """Notes an operator of PyTorch that has run."""
+        if self.paused:
+            return
         if target is aten.lift_fresh.default:  # what torch.tensor calls on the numbers it got
             self.constants[self.ref(found)] = args[0]
             return
@@ -242,7 +245,9 @@ class Recording(Runner):
             planner.check_over_channels(problem, DEVICES[self.variant.gpu])
             note = ", then ".join(formula(each) for each in (tail.expression, tail.channels) if each)
             operands = (*given, *((tail.vectors, *tail.wholes) if tail.has_operands else ()))
+        self.paused = True
         plan = choices.plan([problem], DEVICES[self.variant.gpu], self.variant.precision)
+        self.paused = False
         plain = tail is None and not statistics and {self.ref(x), self.ref(weight)} <= set(self.inputs)
         note = "" if note == "z" else note
         self._add("forward" if plain else "fused_forward", plan, names, (*operands, None, y, *statistics), note)
