@@ -336,7 +336,8 @@ def test_it_steps_aside_while_the_caller_is_busy(worker: int) -> None:
 def test_it_is_not_held_up_beside_a_quiet_caller(worker: int) -> None:
     spin_for(0.5)
     time.sleep(1.0)  # until it is seen that the caller is quiet
-    assert stopped(worker, lambda: time.sleep(0.01)) == 0
+    # Other threads of the test process may be busy for a moment: 0.19 was seen. Beside a busy caller it is above 0.8.
+    assert stopped(worker, lambda: time.sleep(0.01)) < 0.5
 
 
 def stopped(process: int, meanwhile: Callable[[], object]) -> float:
