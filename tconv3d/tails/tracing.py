@@ -42,7 +42,10 @@ _REPLACED = (
     aten.hardsigmoid, aten.mish, aten.softplus, aten.log_sigmoid_forward, aten.softshrink, aten.hardshrink,
     aten.threshold, aten._prelu_kernel, aten.relu6, aten.addcmul, aten.addcdiv, aten.square,
     aten.native_batch_norm, aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit_functional, aten.native_dropout,
+    aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update, aten._batch_norm_with_update_functional, aten._batch_norm_no_update,
+    aten.cudnn_batch_norm,  # what a GPU runs for BatchNorm and InstanceNorm in float32 and float16
+    aten.native_dropout,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tconv3d
 from tconv3d.planning import planner
+from tconv3d.tails.tracing import trace
 
 Z = Callable[[Tensor], Any]
 TAILS: dict[str, Z] = {
@@ -202,3 +203,23 @@ def test_what_is_no_axis_is_left_to_pytorch() -> None:
     for tail in (lambda z: F.silu(z).amax((0, 2)), lambda z: F.silu(z).amax((1, 2)), lambda z: F.silu(z).argmax()):
         report = check_values(fused(tail), operand(torch.float32))
         assert report.pytorch in (("amax",), ("argmax",)) and not report.passes
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_by_cudnn_is_traced_like_any_other(training: bool) -> None:
+    """PyTorch calls another operator for BatchNorm and InstanceNorm on a GPU, in float32 and float16."""
+    weight, bias, mean, variance = torch.randn(C), torch.randn(C), torch.randn(C), torch.rand(C) + 0.5
+
+    def on_gpu(z: Tensor) -> Tensor:
+        found = torch.ops.aten.cudnn_batch_norm(z, weight, bias, mean, variance, training, 0.1, 1e-5)
+        return F.leaky_relu(found[0])
+
+    def as_usual(z: Tensor) -> Tensor:
+        return F.leaky_relu(F.batch_norm(z, mean, variance, weight, bias, training, 0.1, 1e-5))
+
+    shape, strides = (2, C, 5, 7, 9), (C * 315, 315, 63, 9, 1)
+    texts = [
+        str(trace(tail, shape, strides, torch.float32, torch.device("cpu")).graph) for tail in (on_gpu, as_usual)
+    ]
+    assert texts[0] == texts[1]
+    assert "batch_norm" not in texts[0]
