@@ -70,6 +70,37 @@ class Plain:
         return struct.unpack(self.form, data)[0]
 
 
+@dataclass(frozen=True)
+class Array:
+    """Describes an array of numbers; a call returns a field of this type with a comment. Absent numbers are zeros."""
+
+    of: Plain
+    count: int
+
+    def __call__(self, comment: str) -> Field:
+        return Field(self, comment)
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    @property
+    def size(self) -> int:
+        return self.of.size * self.count
+
+    @property
+    def align(self) -> int:
+        return self.of.align
+
+    def write(self, value: Sequence[Any]) -> bytes:
+        if len(value) > self.count:
+            raise ValueError(f"expected at most {self.count} numbers, got {len(value)}")
+        return struct.pack(f"{len(value)}{self.of.form}", *value).ljust(self.size, bytes(1))
+
+    def read(self, data: bytes) -> tuple[Any, ...]:
+        return struct.unpack(f"{self.count}{self.of.form}", data)
+
+
 class Struct:
     """Describes a struct of declared fields; a call returns a field of this type for another struct.
 
@@ -130,13 +161,17 @@ class Struct:
     def definition(self) -> str:
         """The C++ text of the struct, with a comment for every field."""
         lines = [*_comment(self.comment, ""), f"struct {self.name} {{"]
-        members = {key: f"  {field.type.name} {key};" for key, field in self.fields.items()}
+        members = {key: f"  {_declared_as(field.type, key)};" for key, field in self.fields.items()}
         width = max(map(len, members.values()))
         for key, member in members.items():
             comment = self.fields[key].comment
             beside = f"{member:{width}}  // {comment}"
             lines += [beside] if len(beside) <= LINE else [*_comment(comment, "  "), member]
         return "\n".join([*lines, "};", ""])
+
+
+def _declared_as(type: Type, name: str) -> str:
+    return f"{type.name} {name}[{type.count}]" if isinstance(type, Array) else f"{type.name} {name}"
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -22,10 +22,12 @@ from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import Tail
 from ..torch_ops.runner import RUNNER, Runner
 from .algebra import pools_first
+from .between import Between, Left
+from .computing import Env, compute
 from .expressions import OPERATORS, VALUE
 from .gradients import backward
 from .pointwise import dependent, is_view, meta, name_of, packet_of
-from .running import Env, captured_in, compute, means_and_variances, outputs, run_rounds, with_strides_of
+from .running import captured_in, outputs, run_rounds, with_strides_of
 from .stages import stages
 from .tracing import SWITCHES_GRADIENTS, copied, is_random, writes
 
@@ -69,6 +71,8 @@ class Differentiable:
             gradient = backward(plain.differentiable, self.wanted, self.needed, (*taken, *plain.rounds.reductions))
             if gradient is not None:
                 self.part, self.plain, self.gradient = part, plain, gradient
+                self._forward = Between(plain.graph, plain.rounds, [node for node, _ in gradient.saved])
+                self._backward = Between(gradient.graph, gradient.rounds)
                 return True
             last = _last_of_passes(part.graph)
             if last is None:
@@ -107,6 +111,7 @@ class Differentiable:
         """Returns the boundary; and what the gradients need: z, and the sums, means and variances that were taken."""
         s = self.plain
         env: Env = {**captured_in(s.graph), **_given(s.graph, passed)}
+        left = Left()
         with below_autocast(input):
             if s.statistics is None:
                 z = runner.forward(input, weight, bias, convolution, False, None)
@@ -114,10 +119,10 @@ class Differentiable:
                 z, found = runner.forward_with_statistics(
                     input, weight, bias, s.statistics.groups, convolution, False, Tail(VALUE.cpp)
                 )
-                env.update(means_and_variances(found, s.statistics))
+                left.add_moments(found, s.statistics)
             env[s.fed] = z
             compute(s.constants, env)
-            run_rounds(s.graph, s.rounds, env, keep=True, runner=runner)
+            run_rounds(s.rounds, self._forward, env, left, keep=True, runner=runner)
         saved = [env[node] for node, _ in self.gradient.saved]
         flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
         return outputs(s.graph, env), [z, *flat]
@@ -144,7 +149,7 @@ class Differentiable:
             env[node] = with_strides_of(z, grad) if grad.shape == z.shape else grad
         with below_autocast(z):
             compute(g.constants, env)
-            run_rounds(g.graph, g.rounds, env, keep=True, runner=runner)
+            run_rounds(g.rounds, self._backward, env, Left(), keep=True, runner=runner)
         found: list[Tensor | None] = list(outputs(g.graph, env))
         return found
 

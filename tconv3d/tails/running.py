@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,16 +23,14 @@ from ..torch_ops.problems import Tail
 from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.runner import RUNNER, Runner
 from .axes import AxisPass, padded
+from .between import Between, Left, vectors_of
+from .computing import Env, compute, finished, stacked
 from .expressions import VALUE
-from .pointwise import Shape, aliases, rows_of
+from .pointwise import aliases
 from .pool_gradients import GatherPass
 from .pools import PoolPass
-from .rounds import Divided, Pass, Reduction, Rounds, Written
-from .stages import Stages, Statistics
-
-aten = torch.ops.aten
-
-Env = dict[fx.Node, Any]
+from .rounds import Divided, Pass, Rounds, Written
+from .stages import Stages
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,12 @@ class Prepared:
     steady: frozenset[int] = frozenset()  # places of passed tensors that are treated as captured ones
     _behind: bool = False  # no kernel computes the first round over channels
     _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
+    _between: Between = field(init=False)
     _gives_constants: bool = False  # a result comes from captured tensors alone: the caller may write to it
 
     def __post_init__(self) -> None:
         results = _output(self.stages.graph).all_input_nodes
+        self._between = Between(self.stages.graph, self.stages.rounds)
         self._gives_constants = not aliases(*self.stages.constants).isdisjoint(results)
 
     def run(
@@ -93,7 +92,7 @@ class Prepared:
             weight, bias = made.folded
 
         compute(s.early, env)
-        tail = self._tail(env, made.vectors)
+        tail, left = self._tail(env, made.vectors), Left()
 
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
             if s.statistics is None:
@@ -102,18 +101,18 @@ class Prepared:
             result, found = runner.forward_with_statistics(
                 input, weight, bias, s.statistics.groups, convolution, True, tail
             )
-            env.update(means_and_variances(found, s.statistics))
+            left.add_moments(found, s.statistics)
             return result
 
         inside = self._over_channels(input, weight, bias, convolution, tail, runner)
         if inside is not None:
-            run_rounds(s.graph, s.rounds, env, runner=runner, first=inside)
+            run_rounds(s.rounds, self._between, env, left, runner=runner, first=inside)
             return outputs(s.graph, env)
         if s.moved is None:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
             env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
-        run_rounds(s.graph, s.rounds, env, runner=runner)
+        run_rounds(s.rounds, self._between, env, left, runner=runner)
         return outputs(s.graph, env)
 
     def _over_channels(
@@ -138,7 +137,7 @@ class Prepared:
         """Returns the epilogue with its operands, laid out as the convolution's result."""
         s, like = self.stages, self.stages.fed.meta["val"]
         if vectors is None and s.operands.vectors:
-            vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+            vectors = stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
         return Tail(s.epilogue.cpp, vectors, wholes, s.reads)
 
@@ -155,7 +154,8 @@ class Prepared:
         placeholders = [node for node in nodes if node.op == "placeholder"][1:]
         captured = captured_in(s.graph)
         captured.update({placeholders[place]: extra[place] for place in self.steady})
-        tensors, stream = [*parameters, *captured.values()], stream_of(weight)
+        lasting = [value for node, value in captured.items() if node not in s.buffers]
+        tensors, stream = [*parameters, *lasting], stream_of(weight)
         made = self._made
         if made is None or not _unchanged(made.seen, tensors, stream) or kept.captured(parameters[0], stream):
             made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, self._drop))
@@ -172,7 +172,7 @@ class Prepared:
     ) -> _Made:
         s, env = self.stages, dict(captured)
         folded: tuple[Tensor, Tensor | None] | None = None
-        stacked: Tensor | None = None
+        vectors_kept: Tensor | None = None
         compute(s.constants, env)
         if s.affine.expression != VALUE:
             vectors = [env[node] for node in s.affine.vectors]
@@ -181,8 +181,8 @@ class Prepared:
             folded = s.moved.operands(*(folded or (weight, bias)))
         if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
             like = s.fed.meta["val"]
-            stacked = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
-        return _Made(seen, {node: env[node] for node in s.constants}, folded, stacked)
+            vectors_kept = stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        return _Made(seen, {node: env[node] for node in s.constants}, folded, vectors_kept)
 
     def _drop(self, _: object) -> None:
         """Forgets what was computed from a tensor that no longer exists."""
@@ -190,51 +190,62 @@ class Prepared:
 
 
 def run_rounds(
-    graph: fx.GraphModule,
     divided: Divided,
+    between: Between,
     env: Env,
+    left: Left,
     keep: bool = False,
     runner: Runner = RUNNER,
     first: Tensor | None = None,
 ) -> None:
     """Computes everything behind a value in `env`, whose tensor may be overwritten unless `keep` says otherwise.
 
-    `first` is what the only pass of the first round has written, if it has run already.
+    `left` holds the statistics that the convolution has left. `first` is what the only pass of the first round has
+    written, if it has run already.
     """
     formed: Env = {}  # what passes have written, with five dimensions
-    rounds = divided.rounds
-    if first is not None:
-        _compute_ready(rounds[0].small, env)
-        _keep(rounds[0].passes[0], first, env, formed)
-        rounds = rounds[1:]
-    for each in rounds:
+    for number, each in enumerate(divided.rounds):
+        if number == 0 and first is not None:
+            between.fill((0, 0), [], first, env, left, runner)
+            _keep(each.passes[0], first, env, formed)
+            continue
         x = formed[each.value] if each.value in formed else env[each.value]
         if axis_executor.is_channels_last(x) != each.channels_last:  # passes are planned for one layout
             x = x.contiguous(memory_format=torch.channels_last_3d if each.channels_last else torch.contiguous_format)
         kept = each is not divided.rounds[-1] or (keep and each.value is divided.rounds[0].value)
-        _run_round(graph, each, x, env, formed, kept, runner)
+        kept = kept or between.needs_value_of(number)
+        _run_round(number, each, x, env, formed, left, kept, between, runner)
+    if not divided.rounds:
+        left.finish(env)
     compute(divided.left, env)
 
 
 def _run_round(
-    graph: fx.GraphModule, rounds: Rounds, x: Tensor, env: Env, formed: Env, keep: bool, runner: Runner
+    number: int,
+    rounds: Rounds,
+    x: Tensor,
+    env: Env,
+    formed: Env,
+    left: Left,
+    keep: bool,
+    between: Between,
+    runner: Runner,
 ) -> None:
-    for each in rounds.sums:
-        _compute_ready(rounds.small, env)
+    for place, each in enumerate(rounds.sums):
+        (vectors,) = between.fill((number, place), [each.launch.vectors], x, env, left, runner)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
-        operands = _operands(each.launch.vectors, each.launch.wholes, env, x)
+        wholes = [with_strides_of(x, env[node]) for node in each.launch.wholes]
         if extreme := each.reductions[0].extreme:
-            found = axis_executor.extreme(x, extreme, expressions[0], *operands, runner)
+            (found,) = axis_executor.extreme(x, extreme, expressions[0], vectors, wholes, runner)
+            env[each.reductions[0].node] = finished(each.reductions[0], found)
         else:
-            found = tail_executor.sums(x, expressions, *operands, runner)
-        for reduction, total in zip(each.reductions, found, strict=True):
-            env[reduction.node] = _finished(reduction, total)
-    _compute_ready(rounds.small, env)
-    needed = {each for node in rounds.left for each in node.all_input_nodes} | set(_output(graph).all_input_nodes)
-    keep = keep or bool(needed & aliases(rounds.value))
-    for one in rounds.passes:
+            sums = tail_executor.sums(x, expressions, vectors, wholes, runner)
+            left.add_sums(f"sums {number} {place}", sums, each.reductions)
+    at = number, len(rounds.sums)
+    every = between.fill(at, [vectors_of(one) for one in rounds.passes], x, env, left, runner)
+    for one, vectors in zip(rounds.passes, every, strict=True):
         overwrite = not keep and one is rounds.passes[-1]
-        _keep(one, _run_pass(one, x, env, overwrite, runner), env, formed)
+        _keep(one, _run_pass(one, x, vectors, env, overwrite, runner), env, formed)
 
 
 def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
@@ -243,12 +254,13 @@ def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
     formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
-def _run_pass(one: Pass, x: Tensor, env: Env, overwrite: bool, runner: Runner) -> Tensor:
+def _run_pass(one: Pass, x: Tensor, vectors: Tensor | None, env: Env, overwrite: bool, runner: Runner) -> Tensor:
     dtype = one.node.meta["val"].dtype
+    listed = one.launch.wholes if isinstance(one, Written) else one.wholes
+    wholes = [with_strides_of(x, env[node]) for node in listed]
     if isinstance(one, Written):
-        operands = _operands(one.launch.vectors, one.launch.wholes, env, x)
-        return tail_executor.evaluate(x, one.launch.expressions[0].cpp, *operands, dtype, overwrite, runner)
-    vectors, wholes = _operands(one.vectors, one.wholes, env, x)
+        expression = one.launch.expressions[0].cpp
+        return tail_executor.evaluate(x, expression, vectors, wholes, dtype, overwrite, runner)
     if isinstance(one, PoolPass):
         how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
         return pool_executor.run(x, *how, vectors, wholes, dtype, runner)
@@ -274,45 +286,6 @@ def _output(graph: fx.GraphModule) -> fx.Node:
     return next(node for node in graph.graph.nodes if node.op == "output")
 
 
-def compute(nodes: Sequence[fx.Node], env: Env) -> None:
-    """Computes nodes with PyTorch, in order; those that are known already are skipped."""
-    for node in nodes:
-        if node not in env:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each])
-            # The tensors of passes may have other strides than the traced ones, which `view` would depend on.
-            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-            env[node] = target(*args, **kwargs)
-
-
-def _compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:
-    """Computes the nodes whose operands are all known."""
-    for node in nodes:
-        if node not in env and all(each in env for each in node.all_input_nodes):
-            compute((node,), env)
-
-
-def _operands(
-    named: Sequence[tuple[fx.Node, Shape]], whole: Sequence[fx.Node], env: Env, x: Tensor
-) -> tuple[Tensor | None, list[Tensor]]:
-    """Returns vectors [number of vectors, N, C] and whole tensors as the kernels read them."""
-    wholes = [with_strides_of(x, env[node]) for node in whole]
-    return _stacked(named, env, tuple(x.shape), x.dtype, x.device) if named else None, wholes
-
-
-def _stacked(
-    named: Sequence[tuple[fx.Node, Shape]], env: Env, shape: Shape, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Returns vectors as kernels read them, [number of vectors, N, C], for a result of this shape and type."""
-    rows = []
-    for node, target in named:
-        value, leading = env[node], rows_of(target, shape)
-        assert leading is not None
-        value = value.reshape((1,) * (len(target) - value.dim()) + tuple(value.shape))
-        value = value.reshape(value.shape[:leading]).expand(target[:leading])
-        rows.append(value.reshape(shape[:2]).to(device, statistics_dtype(dtype)))
-    return torch.stack(rows)
-
-
 def _placed(each: AxisPass, env: Env, x: Tensor) -> Tensor | None:
     """Returns operands with one number per position, [number of operands, positions in the order of memory]."""
     if not each.placed:
@@ -328,20 +301,6 @@ def _along(each: AxisPass, env: Env, x: Tensor) -> Tensor | None:
     if not each.along:
         return None
     return torch.stack([env[node].reshape(-1).to(statistics_dtype(x.dtype)) for node in each.along])
-
-
-def _finished(reduction: Reduction, total: Tensor) -> Tensor:
-    """Returns a reduction with the shape and type of its node, out of the reductions of every channel, [N, C]."""
-    like = reduction.node.meta["val"]
-    leading = rows_of(reduction.viewed, (*total.shape, prod(reduction.viewed) // total.numel(), 1, 1))
-    assert leading is not None
-    total = total.reshape(reduction.viewed[:leading])
-    reduced = [dim for dim in reduction.dims if dim < leading]
-    if reduced and reduction.extreme:
-        total = total.amax(reduced) if reduction.extreme == "Largest" else total.amin(reduced)
-    elif reduced:
-        total = total.sum(reduced)
-    return (total / reduction.count).reshape(like.shape).to(like.dtype)
 
 
 def fold(
@@ -364,22 +323,6 @@ def fold(
     if weight.is_contiguous(memory_format=torch.channels_last_3d) and not weight.is_contiguous():
         scaled = scaled.contiguous(memory_format=torch.channels_last_3d)
     return scaled, shifted.to(weight.dtype)
-
-
-def means_and_variances(found: Tensor, statistics: Statistics) -> Env:
-    """Returns what the `var_mean` nodes give, out of means and reciprocal deviations [2, N, groups]."""
-    mean, deviation = found.double()
-    variance = deviation.reciprocal().square()
-    if statistics.over_batch:
-        variance = variance.mean(0) + mean.var(0, correction=0)
-        mean = mean.mean(0)
-    env: Env = {}
-    for node in statistics.nodes:
-        shapes = node.meta["val"]
-        env[node] = tuple(
-            value.reshape(like.shape).to(like.dtype) for value, like in zip((variance, mean), shapes, strict=True)
-        )
-    return env
 
 
 def _seen(tensors: Sequence[Tensor | None], stream: int, gone: Callable[[object], None]) -> tuple[Any, ...] | None:

@@ -82,6 +82,7 @@ class Stages:
     fed: fx.Node  # u, which the convolution's kernel stores
     statistics: Statistics | None
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
+    buffers: frozenset[fx.Node]  # captured tensors that the tail overwrites, on which no constant depends
     rounds: Divided
     # The first round if the convolution's kernel may compute it, of the channels of a position: one pass, of u alone.
     over_channels: AxisPass | None = None
@@ -159,7 +160,9 @@ def _stages(
     passed = [node for place, node in enumerate(given_to) if place not in steady]
     shape = shape_of(z)
     effects = [node for node in nodes if node.op == "call_function" and (writes(node) or is_random(node))]
-    moving = dependent(nodes, [z, *passed, *effects])
+    overwritten = {node.args[0].target for node in effects if writes(node) and node.args[0].op == "get_attr"}
+    buffers = [node for node in nodes if node.op == "get_attr" and node.target in overwritten]
+    moving = dependent(nodes, [z, *passed, *effects]) | dependent(nodes, buffers)
     captured = [node for node in nodes if node not in moving and node.op != "output"]
     affine = _Head(z, nodes, shape, set() if exact_order else set(captured))
     a, moved = z, None
@@ -184,7 +187,7 @@ def _stages(
     graph.recompile()
     nodes = list(graph.graph.nodes)
     captured, early = ([node for node in each if node in set(nodes)] for each in (captured, early))
-    known = dict.fromkeys([*captured, *passed, *(found.nodes if found else ())])
+    known = dict.fromkeys([*captured, *buffers, *passed, *(found.nodes if found else ())])
     writer = Writer(shape_of(z), z, affine.elements)
     folded = writer.write(a, shared=False)
     inside = (affine.ancestors(a) | head.ancestors(u)) - {u}
@@ -205,6 +208,7 @@ def _stages(
         u,
         found,
         tuple(node for node in captured if node.op == "call_function"),
+        frozenset(buffers),
         divided,
         None if found or moved else _over_channels(u, divided, nodes),
     )

@@ -63,7 +63,7 @@ def _group_norm(
     wide = torch.promote_types(input.dtype, torch.float32)
     rows = (batch, groups, channels // groups)
     viewed = input.reshape(*rows, volume).to(wide)
-    variance, mean = (each[..., 0] for each in torch.var_mean(viewed, dim=[2, 3], correction=0, keepdim=True))
+    variance, mean = (each.squeeze(3) for each in torch.var_mean(viewed, dim=[2, 3], correction=0, keepdim=True))
     rstd = torch.rsqrt(variance + eps)
     places = (batch, channels, *(1,) * (input.dim() - 2))
     shift, scale = (each.expand(rows).reshape(places) for each in (mean, rstd))

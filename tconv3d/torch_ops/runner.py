@@ -20,6 +20,8 @@ from .problems import Tail
 class Runner:
     """Runs convolutions and passes on the tensors of a call."""
 
+    runs_programs = True  # one kernel computes small tensors between passes; else PyTorch's operators do
+
     def device_of(self, x: Tensor) -> Device:
         """Returns the device that passes over x are planned for."""
         return executor.device_of(x)

@@ -54,14 +54,14 @@ def sums(
     wholes: Sequence[Tensor],
     runner: Runner = RUNNER,
 ) -> Tensor:
-    """Returns the sums of expressions over the volume of every channel, in float64: [number of expressions, N, C]."""
+    """Returns sums of expressions over the strips of every channel: [N, C, slots, number of expressions]."""
     key = _key("tail_sums", x, expressions, vectors, wholes, x)
     problem = _problem(x, expressions, vectors, wholes, x)
     plan, slots = plan_sums(problem, runner.device_of(x))
     parts = x.new_empty((*x.shape[:2], slots, len(expressions)), dtype=statistics_dtype(x.dtype))
     names = (*OPERANDS, "sums", "workspace")
     runner.launch(key, lambda: plan, names, x, (*_listed(x, vectors, wholes), parts))
-    return parts.sum(2, dtype=torch.float64).permute(2, 0, 1)
+    return parts
 
 
 def _key(

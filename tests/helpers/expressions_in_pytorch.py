@@ -19,6 +19,7 @@ from torch import Tensor
 from tconv3d.tails.axes import ALONG
 from tconv3d.tails.expressions import Expression
 from tconv3d.torch_ops import axis_executor, executor, tail_executor
+from tconv3d.torch_ops.pytorch_ops import statistics_dtype
 
 FUNCTIONS: dict[str, Any] = {
     "Sum": torch.add, "Difference": torch.sub, "Product": torch.mul, "Quotient": torch.div, "Negative": torch.neg,
@@ -170,7 +171,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def sums(x: Tensor, texts: tuple[str, ...], vectors: Any, wholes: Any, runner: Any) -> Tensor:
         called.append("sums")
-        return torch.stack([evaluated(text, x, vectors, wholes).sum((2, 3, 4)) for text in texts]).double()
+        wide = statistics_dtype(x.dtype)
+        return torch.stack([evaluated(text, x, vectors, wholes).sum((3, 4)) for text in texts], -1).to(wide)
 
     def extreme(x: Tensor, which: str, text: str, vectors: Any, wholes: Any, runner: Any) -> Tensor:
         called.append("extreme")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from ...planning.arguments import CONST_POINTER, DIVIDER, DOUBLE, EXTENT, INT32, INT64, POINTER, Arguments, Struct
+from ...planning.arguments import (
+    CONST_POINTER,
+    DIVIDER,
+    DOUBLE,
+    EXTENT,
+    INT32,
+    INT64,
+    POINTER,
+    Arguments,
+    Array,
+    Struct,
+)
 
 _STRIPS = Struct(
     "Strips",
@@ -174,4 +185,13 @@ FILL = Arguments(
     "fill",
     words=POINTER("Memory whose bits all become ones, in words of 16 bytes."),
     count=INT64("How many words there are."),
+)
+MOST_TENSORS, MOST_NUMBERS, MOST_WORDS = 16, 32, 860  # together less than 4096 bytes, the most that a launch takes
+NUMBERS = Arguments(
+    "numbers",
+    tensor_0=POINTER("Scratch: sums in float64, until later steps read them."),
+    **{f"tensor_{i}": POINTER("A tensor that the program reads or writes, or null.") for i in range(1, MOST_TENSORS)},
+    numbers=Array(DOUBLE, MOST_NUMBERS)("Constants of the program."),
+    words=Array(INT32, MOST_WORDS)("The program: its steps with their instructions (numbers.py)."),
+    steps=INT32("How many steps the program has."),
 )

@@ -119,6 +119,8 @@ class Operations:
 class Recording(Runner):
     """Records a run on tensors without data; `inputs` are the tensors that the recorded function takes, by name."""
 
+    runs_programs = False  # a file is read by people: operators of PyTorch say more than a program
+
     def __init__(self, operations: Operations, inputs: Mapping[str, Tensor]) -> None:
         self.operations, self.variant = operations, operations.variant
         self.tensors: list[Tensor] = []  # by number, held so that no two have the same identity

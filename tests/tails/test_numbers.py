@@ -1,0 +1,189 @@
+"""Programs that compute small tensors between passes: values, what they overwrite, and what is left to PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import poisoned
+from mutants import kernel_from, mutate
+from tail_checks import C, check_gradients, fused, operand
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tconv3d
+from tconv3d.tails import between
+from tconv3d.tails.numbers import Assembled, Assembler, CannotAssemble, _levels
+from tconv3d.torch_ops import number_executor
+
+N, G = 3, 4
+Function = Callable[[Tensor, Tensor, Tensor], Any]
+FUNCTIONS: dict[str, Function] = {
+    "arithmetic": lambda a, b, s: (a * b - 2 * s + 1.5) / (a.abs() + 0.5),
+    "functions": lambda a, b, s: torch.rsqrt(a * a + 1) + torch.sigmoid(b) * torch.tanh(s).exp(),
+    "powers": lambda a, b, s: (a.abs() + 1).pow(-1.5) + b.pow(3) * (s.abs() + 1).pow(0.5),
+    "choices": lambda a, b, s: torch.where(a > b, a.clamp(-0.5, 0.5), torch.maximum(b, s)),
+    "sums": lambda a, b, s: (a.sum(0, keepdim=True) * b).mean(1, keepdim=True) + s.sum(),
+    "groups": lambda a, b, s: a.view(N, G, C // G).mean(2, keepdim=True).expand(N, G, C // G).reshape(N, C) * b,
+    "sum of sums": lambda a, b, s: ((a * b).sum(1, keepdim=True) - a).sum(0) * s,
+    "orders": lambda a, b, s: a.t().reshape(N, C) + b.transpose(0, 1).permute(1, 0) * s.unsqueeze(0)[:, 0],
+    "slices": lambda a, b, s: a[:, 1:3].sum(1) + b.select(1, 2) * s.reshape(C)[0],
+}
+
+
+def assembled(function: Function, *given: Tensor) -> tuple[Assembled, fx.Node]:
+    graph = make_fx(lambda *each: (function(*each),))(*given).graph
+    nodes = list(graph.nodes)
+    tensors = dict(zip([node for node in nodes if node.op == "placeholder"], given, strict=True))
+    (result,) = nodes[-1].args[0]
+    inner = [node for node in nodes if node.op == "call_function"]
+    return Assembler(inner, tensors, {}, {}).assembled([], [], torch.float32, [(result, None)], []), result
+
+
+def run(found: Assembled, *given: Tensor) -> Tensor:
+    nodes = [source for source, _ in found.sources]
+    names = sorted({node.name for node in next(iter(nodes)).graph.nodes if node.op == "placeholder"})  # type: ignore[union-attr]
+    tensors = [given[names.index(node.name)].contiguous() for node in nodes]  # type: ignore[union-attr]
+    ((node, _),) = found.made
+    like = node.meta["val"]
+    result = torch.full(like.shape, 77, dtype=like.dtype)
+    scratch = torch.full((max(found.scratch, 1),), float("nan"), dtype=torch.float64)
+    number_executor.run(found.program, given[0], (scratch, *tensors, result))
+    return result
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(shape).to(dtype) for shape in ((N, C), (N, C), (1, C)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values(name: str, dtype: torch.dtype) -> None:
+    given = operands(dtype)
+    program, _ = assembled(FUNCTIONS[name], *given)
+    exact = FUNCTIONS[name](*(each.double() for each in given))
+    found = run(program, *given)
+    assert found.dtype == dtype and found.shape == exact.shape
+    limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    assert (found.double() - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize("team", [1, 40, 700, 5000])
+def test_sums_of_any_length(team: int) -> None:
+    a = torch.randn(2, team)
+    program, _ = assembled(lambda a, b, s: (a - 1).sum(1), a, a, a)
+    torch.testing.assert_close(run(program, a, a, a), (a.double() - 1).sum(1).float())
+
+
+def test_whole_numbers() -> None:
+    counts = torch.tensor([3, 2**40])
+    program, _ = assembled(lambda a, b, s: a + 1, counts, counts, counts)
+    assert run(program, counts, counts, counts).tolist() == [4, 2**40 + 1]
+
+
+@pytest.mark.parametrize(
+    "function", [lambda a, b, s: a.cumsum(0), lambda a, b, s: a.erfinv(), lambda a, b, s: a.amax(0)]
+)
+def test_what_no_program_computes_is_left(function: Function) -> None:
+    with pytest.raises(CannotAssemble):
+        assembled(function, *operands())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_places_are_described_by_sizes_and_strides(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(shape))))
+    places = torch.arange(torch.Size(shape).numel()).reshape(shape).permute(order)
+    repeated = data.draw(st.integers(1, 3))
+    places = places.unsqueeze(-1).expand(*places.shape, repeated).reshape(-1)
+    base, levels = _levels(places)
+    found = []
+    for index in range(len(places)):
+        at = base
+        for size, stride in levels:
+            at, index = at + index % size * stride, index // size
+        found.append(at)
+    assert found == places.tolist()
+
+
+class BatchNorm(nn.Module):
+    """BatchNorm in training mode, with GroupNorm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm3d(C), nn.GroupNorm(2, C)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.silu(self.second(F.relu(self.first(z))))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Lists whether each new gap became a program."""
+    found: list[bool] = []
+    usual = between.Between._assembled
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        result = usual(self, *arguments)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(between.Between, "_assembled", noted)
+    return found
+
+
+def test_norms_run_no_operators_between_passes(programs: list[bool]) -> None:
+    model = fused(BatchNorm())
+    check_gradients(model, operand(torch.float32), 40)  # the gradient of the bias is 0: two norms remove the bias
+    assert programs and all(programs)
+
+
+def test_running_statistics_are_overwritten(programs: list[bool]) -> None:
+    norm = nn.BatchNorm3d(C)
+    model = fused(norm)
+    x = operand(torch.float32)
+    reference = nn.BatchNorm3d(C)
+    versions = [norm.running_mean._version, norm.num_batches_tracked._version]  # type: ignore[union-attr]
+    for _ in range(2):
+        with torch.no_grad(), tconv3d.use_backend("torch"):
+            reference(model.convolution(x))
+        with torch.no_grad(), tconv3d.use_backend("emulator"), poisoned():
+            model(x)
+    for ours, theirs in zip(norm.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert norm.running_mean._version > versions[0]  # type: ignore[union-attr]
+    assert norm.num_batches_tracked._version > versions[1]  # type: ignore[union-attr]
+    assert programs == [True]
+
+
+MUTANTS = {
+    "a later step does not wait": (
+        "        __syncthreads();\n      }\n    }\n    __syncthreads();",
+        "      }\n    }",
+    ),
+    "a sum begins one element late": ("int k = thread % team;", "int k = thread % team + 1;"),
+    "a team forgets its other warps": ("for (int k = 1; k < team / 32; ++k)", "for (int k = 1; k < 1; ++k)"),
+    "sums are not divided": ("sum / args.numbers[divisor]", "sum"),
+    "strides are of the wrong level": ("stride = word[3 + 2 * i]", "stride = word[3]"),
+    "sums lie at the beginning": (
+        "static_cast<double*>(args.tensor_0) + base",
+        "static_cast<double*>(args.tensor_0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MUTANTS if "wait" not in name])
+def test_faults_are_found(name: str, tmp_path: Path) -> None:
+    text, replacement = MUTANTS[name]
+    mutate("numbers", text, replacement, tmp_path / "mutant")
+    with kernel_from(tmp_path / "mutant", "numbers"), pytest.raises(AssertionError):
+        for each in ("sums", "groups", "sum of sums", "orders"):
+            test_values(each, torch.float32)
+        test_sums_of_any_length(700)
