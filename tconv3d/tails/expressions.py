@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Expression:
     operands: tuple[Expression, ...] = ()
     numbers: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def cpp(self) -> str:
         """The C++ type."""
         inside = (*self.numbers, *(operand.cpp for operand in self.operands))
