@@ -110,16 +110,14 @@ class Between:
         sources = None if programs is None else [_sources(each, env, left, x) for each in programs]
         if programs is None or sources is None or any(tensors is None for tensors in sources):
             return self._with_pytorch(at, launches, x, env, left)
-        dtype, device = statistics_dtype(x.dtype), x.device
-        stacks = [
-            torch.empty((len(each), *x.shape[:2]), dtype=dtype, device=device) if each else None for each in launches
-        ]
+        dtype = statistics_dtype(x.dtype)
+        stacks = [x.new_empty((len(each), *x.shape[:2]), dtype=dtype) if each else None for each in launches]
         for number, (found, tensors) in enumerate(zip(programs, sources, strict=True)):
             assert tensors is not None
             results = [] if number else [each for each in stacks if each is not None]
-            made = [torch.empty(like.shape, dtype=like.dtype, device=device) for like in map(_like, found.made)]
+            made = [x.new_empty(like.shape, dtype=like.dtype) for like in map(_like, found.made)]
             written = [env[node.args[0]] for node in found.written]  # type: ignore[index]
-            scratch = torch.empty(max(found.scratch, 1), dtype=torch.float64, device=device)
+            scratch = x.new_empty(max(found.scratch, 1), dtype=torch.float64)
             if found.program.steps:
                 number_executor.run(found.program, x, (scratch, *tensors, *results, *made, *written), runner)
             for node, tensor in zip(found.written, written, strict=True):

@@ -55,7 +55,7 @@ class CannotAssemble(Exception):
 class Sums:
     """Describes what a pass has summed: [N, C, slots, sums], of which a reduction is number `place`."""
 
-    name: str  # of the tensor
+    name: str  # what the tensor is called in the run
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     reduction: Reduction
@@ -66,7 +66,7 @@ class Sums:
 class Moments:
     """Describes means and reciprocal deviations of norm groups: [2, N, groups]."""
 
-    name: str  # of the tensor
+    name: str  # what the tensor is called in the run
     shape: tuple[int, int, int]
     dtype: torch.dtype
     statistics: Statistics

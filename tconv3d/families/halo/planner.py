@@ -42,6 +42,7 @@ from .search import best_tiling, costs_of
 
 HAS_EPILOGUE = True
 HOLDS_CHANNELS = True
+LEAST_PAIRS = 64  # pairs of an input and an output channel of a group: fewer leave most of a product idle
 MAX_TAPS = 800  # most taps that a block of the packing kernel holds
 MAX_SOURCES = 64  # most phase planes of the output gradient
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
@@ -218,8 +219,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     g = job.geometry
     if job.gather and g.phases // (g.stride[2] if g.stride[2] <= MAX_PARTS else 1) > MAX_SOURCES:
         return f"{g.phases} phase planes are too many small products"
-    if g.in_per_group < 4 or g.out_per_group < 4 or g.in_per_group * g.out_per_group < 64:
-        return "fewer than 4 channels per group, or than 8 x 8, leave tensor cores idle"
+    if g.in_per_group * g.out_per_group < LEAST_PAIRS:
+        return f"fewer than {LEAST_PAIRS} pairs of channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than a block that packs the weight holds"
     found = plan_or_none(job, device)

@@ -42,7 +42,7 @@ from .work import MAX_SOURCES, Work
 
 HAS_EPILOGUE = True
 HOLDS_CHANNELS = True
-MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
+LEAST_PAIRS = 32  # pairs of an input and an output channel of a group: fewer leave most of a product idle
 PRODUCTS_PER_CYCLE = 1024 / MULTIPLY_CYCLES  # TF32 multiply-adds per cycle and multiprocessor, by the model
 MAX_TAPS = 1024  # taps that the tables of a kernel hold
 PACK_THREADS = 256  # threads per block of mma_pack
@@ -65,8 +65,8 @@ def why_never(problem: Problem, device: Device) -> str | None:
     if problem.batch == 0:
         return "there is nothing to compute"
     g = problem.geometry
-    if min(g.in_per_group, g.out_per_group) < MIN_CHANNELS:
-        return f"fewer than {MIN_CHANNELS} channels per group leave tensor cores idle"
+    if min(g.in_per_group, g.out_per_group) < 4 and g.in_per_group * g.out_per_group < LEAST_PAIRS:
+        return f"fewer than {LEAST_PAIRS} pairs of channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than the tables hold"
     return tensor_cores.why_not_halves(Side.of(problem).mean_terms) if _strict(problem) else None
