@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -92,6 +93,28 @@ def run(
         tconv3d.conv_transpose3d_relu_group_norm(x, w, vectors[0], norm_groups, *vectors[1:], **settings),
     ):
         y.backward(torch.randn_like(y))
+    run_tails(x, w, settings)
+
+
+def run_tails(x: Tensor, w: Tensor, settings: dict[str, Any]) -> None:
+    """Runs a layer with what may follow it: operands in its own kernel, and a norm with passes behind it."""
+    groups = settings.get("groups", 1)
+    layer = nn.ConvTranspose3d(x.shape[1], w.shape[1] * groups, tuple(w.shape[2:]), **settings).to(x.device, x.dtype)
+    layer.to(memory_format=torch.channels_last_3d if x.stride(1) == 1 else torch.contiguous_format)
+    norm = nn.BatchNorm3d(layer.out_channels).to(x.device, x.dtype)
+    with torch.no_grad():
+        skip = torch.randn_like(layer(x))
+    tails: tuple[Callable[..., Tensor], ...] = (
+        lambda z, skip: F.leaky_relu(z * norm.weight.view(-1, 1, 1, 1) + skip, 0.1),
+        lambda z, skip: F.silu(norm(z)) + skip,
+        lambda z, skip: F.max_pool3d(F.silu(z + skip), 2).softmax(1),
+    )
+    for tail in tails:
+        block = tconv3d.fuse(layer, tail)
+        with torch.no_grad():
+            block(x, skip)
+        y = block(x, skip)
+        torch.autograd.grad(y, [x, *layer.parameters()], torch.randn_like(y))
 
 
 def plan_for(multiprocessors: int | None) -> None:
