@@ -210,7 +210,7 @@ def with_tail(kind: Kind, problem: Problem, device: Device) -> tuple[Problem, st
     if s.statistics is not None:
         problem = replace(problem, norm=Norm(s.statistics.groups, 0.0))
     if s.statistics is not None or s.over_channels is not None or s.epilogue != VALUE:
-        vectors, wholes = len(s.operands.vectors), len(s.operands.wholes)
+        vectors, wholes = len(s.vectors), len(s.operands.wholes)
         problem = replace(problem, tail=s.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes, tail_reads=s.reads)
     if s.over_channels is None:
         return problem, ""

@@ -137,10 +137,10 @@ class Prepared:
     def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
         """Returns the epilogue with its operands, laid out as the convolution's result."""
         s, like = self.stages, self.stages.fed.meta["val"]
-        if vectors is None and s.operands.vectors:
-            vectors = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        if vectors is None and s.vectors:
+            vectors = _side_by_side(s, env)
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
-        return Tail(s.epilogue.cpp, vectors, wholes, s.reads)
+        return Tail(s.epilogue.cpp, vectors, len(s.vectors), wholes, s.reads)
 
     def _start(
         self,
@@ -179,9 +179,8 @@ class Prepared:
             folded = fold(weight, bias, convolution, s.affine.expression, vectors)
         if s.moved is not None:
             folded = s.moved.operands(*(folded or (weight, bias)))
-        if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
-            like = s.fed.meta["val"]
-            stacked = _stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        if s.vectors and all(node in env for node, _ in s.operands.vectors):
+            stacked = _side_by_side(s, env)
         return _Made(seen, {node: env[node] for node in s.constants}, folded, stacked)
 
     def _drop(self, _: object) -> None:
@@ -302,7 +301,25 @@ def _operands(
 def _stacked(
     named: Sequence[tuple[fx.Node, Shape]], env: Env, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns vectors as kernels read them, [number of vectors, N, C], for a result of this shape and type."""
+    """Returns vectors as passes read them, [number of vectors, N, C], for a result of this shape and type."""
+    return torch.stack(_rows(named, env, shape, dtype, device))
+
+
+def _side_by_side(stages: Stages, env: Env) -> Tensor:
+    """Returns the vectors of an epilogue, [N, C, numbers of a channel]: the vectors and what fills a power of two."""
+    like, vectors = stages.fed.meta["val"], stages.vectors
+    combined = any(each.name != "Vectored" for each in vectors)
+    kind = torch.float64 if combined else like.dtype
+    rows = _rows(stages.operands.vectors, env, tuple(like.shape), kind, like.device)
+    if combined:
+        rows = [each.evaluate(rows[0], rows).to(statistics_dtype(like.dtype)) for each in vectors]
+    return torch.stack([*rows, *rows[:1] * ((1 << (len(rows) - 1).bit_length()) - len(rows))], dim=-1)
+
+
+def _rows(
+    named: Sequence[tuple[fx.Node, Shape]], env: Env, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Returns each of the vectors, [N, C], in the type of the statistics of a result of this shape and type."""
     rows = []
     for node, target in named:
         value, leading = env[node], rows_of(target, shape)
@@ -310,7 +327,7 @@ def _stacked(
         value = value.reshape((1,) * (len(target) - value.dim()) + tuple(value.shape))
         value = value.reshape(value.shape[:leading]).expand(target[:leading])
         rows.append(value.reshape(shape[:2]).to(device, statistics_dtype(dtype)))
-    return torch.stack(rows)
+    return rows
 
 
 def _placed(each: AxisPass, env: Env, x: Tensor) -> Tensor | None:

@@ -148,6 +148,11 @@ inline void load_passing(const void* address, Vector& value) {
   std::memcpy(&value, address, sizeof value);
 }
 
+template <class Vector>
+inline void load_constant_if(bool condition, const void* address, Vector& value) {
+  if (condition) load_passing(address, value);
+}
+
 inline unsigned take_turn(unsigned* turns) { return ++*turns; }
 inline unsigned take_turn_below(unsigned* turns, unsigned end) {
   return *turns + 1 < end ? take_turn(turns) : end;
@@ -187,6 +192,9 @@ inline void keep(float&) {}
 
 // A prefetch reads the address, so that sanitizers see it: a prefetch may not leave its tensor either.
 inline void call_into_l2(const void* address) { (void)*static_cast<const volatile char*>(address); }
+inline void call_into_l2_if(bool condition, const void* address) {
+  if (condition) call_into_l2(address);
+}
 inline uint4 load_calling(const void* address) { return *static_cast<const uint4*>(address); }
 
 // ---- What is executed later.

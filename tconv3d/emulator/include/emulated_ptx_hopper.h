@@ -374,6 +374,7 @@ inline void execute(const EmulatedMultiply& item) {
 }
 
 inline void pin(float&) {}
+inline void pin(int&) {}
 inline void pin(unsigned&) {}
 template <class T>
 inline void pin(T*&) {}
