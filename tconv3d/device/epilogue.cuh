@@ -348,6 +348,25 @@ __device__ __forceinline__ void finish_runs(const Arguments& args, const OutputR
   finish_runs<Config, kChannels>(args, runs, vectors, sums);
 }
 
+// Returns how many of kAll runs of so many outputs are a portion, for which a thread loads at most kWords
+// words of whole tensors at once: enough to hide the latency of memory, and few enough to leave registers for
+// sums.
+template <class Config, int kWords = 16>
+__device__ constexpr int portion_of(int all, int outputs) {
+  constexpr int kWholes = OperandCounts<typename Config::Epilogue>::kWholes;
+  const int bytes = kWholes * outputs * static_cast<int>(sizeof(typename Config::Scalar));
+  const int runs = 4 * kWords / (bytes < 4 ? 4 : bytes);
+  return runs < 1 ? 1 : runs < all ? runs : all;
+}
+// Calls body(first run, number of runs) for portions of kAll runs.
+template <int kAll, int kPortion, class Body>
+__device__ __forceinline__ void in_portions(const Body& body) {
+  static_for<(kAll + kPortion - 1) / kPortion>([&](auto i) {
+    constexpr int kFirst = decltype(i)::value * kPortion, kLeft = kAll - kFirst;
+    body(Int<kFirst>{}, Int<(kLeft < kPortion ? kLeft : kPortion)>{});
+  });
+}
+
 // Applies the epilogue to one run.
 template <class Config, bool kChannels, class Acc, int kCount, class Arguments = Args>
 __device__ __forceinline__ void finish(const Arguments& args, const OutputRun& run, Acc (&sums)[kCount]) {

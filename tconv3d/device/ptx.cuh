@@ -415,6 +415,10 @@ __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) 
 // Makes the compiler keep a value in a register, instead of loading it again where it is needed.
 __device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
 
+// Makes the compiler compute what depends on a value after this point again, instead of keeping what it has
+// computed before, and not earlier.
+__device__ __forceinline__ void renew(int& value) { asm volatile("" : "+r"(value)); }
+
 // Prefetches the cache line at this address into L2.
 __device__ __forceinline__ void call_into_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -178,7 +178,6 @@ __device__ __forceinline__ unsigned long long advance(unsigned long long descrip
 
 // Forces a value into a register at this point: it is neither computed later nor copied from elsewhere.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
-__device__ __forceinline__ void pin(int& value) { asm volatile("" : "+r"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
 template <class T>
 __device__ __forceinline__ void pin(T*& pointer) {

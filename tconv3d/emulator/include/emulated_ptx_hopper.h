@@ -374,7 +374,6 @@ inline void execute(const EmulatedMultiply& item) {
 }
 
 inline void pin(float&) {}
-inline void pin(int&) {}
 inline void pin(unsigned&) {}
 template <class T>
 inline void pin(T*&) {}

@@ -34,7 +34,7 @@ struct HaloEpilogue {
     if constexpr (!Config::Epilogue::kHasOperands) {
       Accumulators::activate(sums);
     } else {
-      ptx::pin(lane);  // Without this the compiler loads the vectors before the products, and keeps them.
+      ptx::renew(lane);  // Without this the compiler loads the vectors before the products, and keeps them.
       of_rows(args, at, slabs, plane, warp, lane, [&](auto slab, auto half, auto group, const Target& to) {
         float* const first = &sums[slab][group * (Layout::kGroupColumns / 2) + 2 * half];
         if constexpr (Config::kOutputUnitC) {
@@ -54,8 +54,8 @@ struct HaloEpilogue {
     if constexpr (!Config::Epilogue::kHasOperands) {
       Accumulators::activate(sums);
     } else {
-      ptx::pin(lane);  // Without this the compiler loads the vectors before the products, and keeps them.
-      constexpr int kPieces = Config::kSlabs / kWoven, kPortion = portion(kRun, kFields * kPieces);
+      ptx::renew(lane);  // Without this the compiler loads the vectors before the products, and keeps them.
+      constexpr int kPieces = Config::kSlabs / kWoven, kPortion = portion(kFields * kPieces, kRun);
       static_for<kChannels>([&](auto column) {
         constexpr int kColumn = decltype(column)::value, kSum = kColumn / 2 * 4 + kColumn % 2;
         const auto vectors =
@@ -89,7 +89,7 @@ struct HaloEpilogue {
                                                   const Slab (&slabs)[Config::kSlabs], int plane, int warp,
                                                   int lane) {
     if constexpr (kWholes > 0) {
-      ptx::pin(lane);  // Without this the compiler keeps every address until the sums are finished.
+      ptx::renew(lane);  // Without this the compiler keeps every address until the sums are finished.
       of_rows(args, at, slabs, plane, warp, lane, [&](auto, auto, auto group, const Target& to) {
         constexpr int kGroup = decltype(group)::value;
         static_for<kFields>([&](auto which) {
@@ -113,8 +113,8 @@ struct HaloEpilogue {
   static __device__ __forceinline__ void prefetch_pairs(const Args& args, const Place& at, const Pairs& pairs,
                                                         int plane, int lane) {
     if constexpr (kWholes > 0) {
-      ptx::pin(lane);  // Without this the compiler keeps every address until the sums are finished.
-      ptx::pin(plane);
+      ptx::renew(lane);  // Without this the compiler keeps every address until the sums are finished.
+      ptx::renew(plane);
       static_for<kFields * kChannels>([&](auto i) {
         constexpr int kField = field(decltype(i)::value / kChannels),
                       kColumn = decltype(i)::value % kChannels;
@@ -149,20 +149,10 @@ struct HaloEpilogue {
     return Config::kPartner(field) < 0 ? field : Config::kPartner(field);
   }
 
-  // Returns how many of `all` runs are a portion: as many as leave registers for the sums.
-  static __device__ constexpr int portion(int outputs, int all) {
-    constexpr int kWords = Config::kSlabs * Accumulators::kSums > 64 ? 16 : 32;
-    const int words = kWholes * outputs * static_cast<int>(sizeof(typename Config::Scalar)) / 4;
-    const int runs = words == 0 ? kWords : kWords / words;
-    return runs < 1 ? 1 : runs < all ? runs : all;
-  }
-  // Calls body(first run, number of runs) for portions of kAll runs.
-  template <int kAll, int kPortion, class Body>
-  static __device__ __forceinline__ void in_portions(const Body& body) {
-    static_for<(kAll + kPortion - 1) / kPortion>([&](auto i) {
-      constexpr int kFirst = decltype(i)::value * kPortion, kLeft = kAll - kFirst;
-      body(Int<kFirst>{}, Int<(kLeft < kPortion ? kLeft : kPortion)>{});
-    });
+  // Words of whole tensors that a lane loads at once: fewer where it has many sums.
+  static constexpr int kWords = Config::kSlabs * Accumulators::kSums > 64 ? 16 : 32;
+  static __device__ constexpr int portion(int all, int outputs) {
+    return portion_of<Config, kWords>(all, outputs);
   }
 
   // Calls body(slab, half, group, target) for all rows of sums that a lane has.
@@ -261,7 +251,7 @@ struct HaloEpilogue {
                                                         int lane, float* first) {
     of_blocks([&](auto block) {
       constexpr int kFirst = decltype(block)::value, kOwn = Layout::block_channels(kFirst),
-                    kPortion = portion(kOwn, kFields);
+                    kPortion = portion(kFields, kOwn);
       const auto vectors = vectors_of<kOwn>(args, at, to.n, kGroup, Layout::channel_of(kFirst / 8, 0, lane));
       in_portions<kFields, kPortion>([&](auto start, auto count) {
         constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
@@ -291,7 +281,7 @@ struct HaloEpilogue {
   static __device__ __forceinline__ void along_w(const Args& args, const Place& at, const Target& to,
                                                  int lane, float* first) {
     constexpr int kCount = Config::kPartner(field(0)) >= 0 ? 2 : 1, kAll = kFields * kChannels;
-    in_portions<kAll, portion(kCount, kAll)>([&](auto start, auto count) {
+    in_portions<kAll, portion(kAll, kCount)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
       constexpr int kFirst = kStart / kFields, kLast = (kStart + kRuns - 1) / kFields;
       ChannelVectors<Config, float, 1> vectors[kLast - kFirst + 1];
