@@ -348,14 +348,15 @@ __device__ __forceinline__ void finish_runs(const Arguments& args, const OutputR
   finish_runs<Config, kChannels>(args, runs, vectors, sums);
 }
 
-// Returns how many of kAll runs of so many outputs are a portion, for which a thread loads at most kWords
+// Returns how many of `all` runs of so many outputs are a portion, for which a thread loads at most kWords
 // words of whole tensors at once: enough to hide the latency of memory, and few enough to leave registers for
-// sums.
+// sums. Without whole tensors a portion has as many outputs as words, and without operands it is a run.
 template <class Config, int kWords = 16>
 __device__ constexpr int portion_of(int all, int outputs) {
   constexpr int kWholes = OperandCounts<typename Config::Epilogue>::kWholes;
-  const int bytes = kWholes * outputs * static_cast<int>(sizeof(typename Config::Scalar));
-  const int runs = 4 * kWords / (bytes < 4 ? 4 : bytes);
+  if (!Config::Epilogue::kHasOperands) return 1;
+  const int bytes = outputs * (kWholes > 0 ? kWholes * static_cast<int>(sizeof(typename Config::Scalar)) : 8);
+  const int runs = 4 * kWords / bytes;
   return runs < 1 ? 1 : runs < all ? runs : all;
 }
 // Calls body(first run, number of runs) for portions of kAll runs.

@@ -22,8 +22,8 @@ def combine(expression: Expression, short: bool) -> tuple[Expression, tuple[Expr
     """Returns an expression with as few vectors as possible, and each of these as an expression of the old ones.
 
     A chain of sums and products with vectors becomes (x + before) * factor + after. With `short` it becomes
-    x * factor + after if that takes no more vectors. Where x and `before` nearly cancel, its error is that of a number
-    of x's size in float32, which 16-bit results do not show.
+    x * factor + after if that takes no more vectors. Where x and `before` nearly cancel, its error is that of a
+    float32 number of x's size, which 16-bit results do not show.
     """
     old = sorted({int(each.numbers[0]) for each in _leaves(expression) if each.name == "Vectored"})
     plain = expression, tuple(map(vector, range(old[-1] + 1 if old else 0)))

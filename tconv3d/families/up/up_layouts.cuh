@@ -446,17 +446,19 @@ struct UpChannelsLast : UpShape<C> {
   }
 
   static constexpr int kBlocks = C::kColumns / kBlock, kTapBlocks = kOutTile / kBlock;
-  // Returns the run of a lane's channels of one position in a block of columns. `to` is the position's first
-  // output in the block's first tap and channel, or null if the position does not exist.
-  __device__ __forceinline__ OutputRun run_of(const Scalar* to, int block, int n, int lane) const {
+  // Returns where the outputs of a block of columns lie, from those of the block's first channel and tap on.
+  __device__ __forceinline__ long long further(int block) const {
     const int tap = first_tap + block / kTapBlocks, in_tile = block % kTapBlocks * kBlock;
     const int kw = tap % C::kKernelW, kh = tap / C::kKernelW % C::kKernelH;
     const int kd = tap / (C::kKernelW * C::kKernelH);
-    const int channel = out + in_tile + lane % 4 * kPieceItems;
-    return {n, channel,
-            to - static_cast<const Scalar*>(args.y) + kd * args.y_strides.d + kh * args.y_strides.h +
-                kw * args.y_strides.w + channel,
-            1, to != nullptr && (C::kOut % kOutTile == 0 || channel < C::kOut) ? kPieceItems : 0};
+    return kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile;
+  }
+  // Returns the run of a lane's channels in a block of columns. `to` is the lane's first output of a position
+  // in the block's first tap, or null if the position does not exist.
+  __device__ __forceinline__ OutputRun run_of(const Scalar* to, int block, int n, int lane) const {
+    const int channel = out + block % kTapBlocks * kBlock + lane % 4 * kPieceItems;
+    return {n, channel, to - static_cast<const Scalar*>(args.y) + further(block), 1,
+            to != nullptr && (C::kOut % kOutTile == 0 || channel < C::kOut) ? kPieceItems : 0};
   }
 
   // Calls the whole tensors of a tile into L2.
@@ -467,36 +469,49 @@ struct UpChannelsLast : UpShape<C> {
 #pragma unroll
       for (int i = 0; i < 2 * kBlocks; ++i) {
         const int position = first + own_position(i % 2);
-        const Scalar* const to = position < args.positions ? Shape::outputs(n, position) : nullptr;
+        const Scalar* const to =
+            position < args.positions ? Shape::outputs(n, position) + out + own % 4 * kPieceItems : nullptr;
         prefetch_run<C, true>(args, run_of(to, i / 2, n, own));
       }
     }
   }
 
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
+    using Vectors = ChannelVectors<C, float, kPieceItems>;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = first + own_position(half);
       if (position >= args.positions) return;
-      Scalar* const to = Shape::outputs(n, position);
+      Scalar* const to = Shape::outputs(n, position) + out + lane % 4 * kPieceItems;
+      // Without this the compiler loads the vectors before the products, and keeps them.
+      int item = n;
+      if constexpr (Vectors::kVectors > 0) ptx::renew(item);
+      Vectors vectors[kTapBlocks];  // of a lane's channels, for all taps
+#pragma unroll
+      for (int i = 0; i < kTapBlocks; ++i) {
+        const int channel = out + i * kBlock + lane % 4 * kPieceItems;
+        vectors[i] = Vectors::load(args, item, channel, C::kOut - channel);
+      }
       in_portions<kBlocks, portion_of<C>(kBlocks, kPieceItems)>([&](auto start, auto count) {
         constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
         OutputRun runs[kRuns];
+        Vectors same[kRuns];
         float own[kRuns][kPieceItems];
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
           runs[r] = run_of(to, kStart + r, n, lane);
+          same[r] = vectors[(kStart + r) % kTapBlocks];
 #pragma unroll
           for (int e = 0; e < kPieceItems; ++e)
             own[r][e] = sums.at[4 * ((kStart + r) * kBlockGroups + e / 2) + 2 * half + e % 2];
         }
-        finish_runs<C, true>(args, runs, own);
+        finish_runs<C, true>(args, runs, same, own);
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
           Vector<Scalar, kPieceItems> values;
 #pragma unroll
           for (int e = 0; e < kPieceItems; ++e) values.at[e] = Narrow<Scalar>::from(own[r][e]);
-          if (runs[r].present > 0) store_vector(static_cast<Scalar*>(args.y) + runs[r].offset, values);
+          if (C::kOut % kOutTile == 0 || runs[r].present > 0) store_vector(to + further(kStart + r), values);
         }
       });
     }
