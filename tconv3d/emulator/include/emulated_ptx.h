@@ -66,6 +66,11 @@ inline float min_or_nan(float a, float b) {
   return a < b ? a : b;
 }
 
+inline float power_of_two(float x) {
+  const float power = __builtin_exp2f(x);
+  return power < 0x1p-126f ? 0.0f : power;
+}
+
 inline void add_keeping_rest(float& total, float& term, float scale) {
   const float most = 0x1p104f, sum = __builtin_fmaf(term, scale, total),
               rest = __builtin_fmaf(term, scale, total - sum);
