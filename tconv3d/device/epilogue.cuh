@@ -304,31 +304,26 @@ __device__ __forceinline__ void apply_to_run(
     const ChannelVectors<Config, Acc, (kChannels ? kCount : 1)>& vectors, WholeValues<Config, kCount>& wholes,
     Acc (&sums)[kCount]) {
   using Epilogue = typename Config::Epilogue;
-  if constexpr (!Epilogue::kHasOperands) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sums[i] = Epilogue::apply(sums[i]);
-  } else {
+  for (int i = 0; i < kCount; ++i) {
+    typename Epilogue::template Operands<Acc> operands = {};
+    operands.sum = sums[i];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      typename Epilogue::template Operands<Acc> operands = {};
-      operands.sum = sums[i];
-#pragma unroll
-      for (int v = 0; v < Epilogue::kVectors; ++v) operands.vectors[v] = vectors.at[kChannels ? i : 0][v];
-      if constexpr (Epilogue::kWholes > 0) {
-        static_for<Epilogue::kWholes>([&](auto index) {
-          constexpr int kIndex = decltype(index)::value;
-          operands.wholes[kIndex] = widen<Acc>(wholes.template of<kIndex>().at[i]);
-        });
-      }
-      sums[i] = Epilogue::apply(operands);
+    for (int v = 0; v < Epilogue::kVectors; ++v) operands.vectors[v] = vectors.at[kChannels ? i : 0][v];
+    if constexpr (Epilogue::kWholes > 0) {
+      static_for<Epilogue::kWholes>([&](auto index) {
+        constexpr int kIndex = decltype(index)::value;
+        operands.wholes[kIndex] = widen<Acc>(wholes.template of<kIndex>().at[i]);
+      });
     }
+    sums[i] = Epilogue::apply(operands);
   }
 }
 
-// Applies the epilogue of Config to runs of sums, in place. kChannels: a run has neighbouring channels.
-// `vectors` are those of the runs' channels, or nothing: then they are loaded here.
+// Applies an epilogue with operands to runs of sums, in place. kChannels: a run has neighbouring channels.
+// `vectors` are those of the channels of each run.
 template <class Config, bool kChannels, class Acc, int kCount, int kRuns, class Arguments>
-__device__ __forceinline__ void finish_runs(
+__device__ __forceinline__ void finish_with(
     const Arguments& args, const OutputRun (&runs)[kRuns],
     const ChannelVectors<Config, Acc, (kChannels ? kCount : 1)> (&vectors)[kRuns],
     Acc (&sums)[kRuns][kCount]) {
@@ -337,15 +332,39 @@ __device__ __forceinline__ void finish_runs(
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) apply_to_run<Config, kChannels>(vectors[r], wholes[r], sums[r]);
 }
+
+// Applies the epilogue of Config to runs of sums, in place.
 template <class Config, bool kChannels, class Acc, int kCount, int kRuns, class Arguments>
 __device__ __forceinline__ void finish_runs(const Arguments& args, const OutputRun (&runs)[kRuns],
                                             Acc (&sums)[kRuns][kCount]) {
-  using Vectors = ChannelVectors<Config, Acc, (kChannels ? kCount : 1)>;
-  Vectors vectors[kRuns];
+  using Epilogue = typename Config::Epilogue;
+  if constexpr (!Epilogue::kHasOperands) {
 #pragma unroll
-  for (int r = 0; r < kRuns; ++r)
-    vectors[r] = Vectors::load(args, runs[r].n, runs[r].channel, runs[r].present);
-  finish_runs<Config, kChannels>(args, runs, vectors, sums);
+    for (int r = 0; r < kRuns; ++r) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[r][i] = Epilogue::apply(sums[r][i]);
+    }
+  } else {
+    using Vectors = ChannelVectors<Config, Acc, (kChannels ? kCount : 1)>;
+    Vectors vectors[kRuns];
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r)
+      vectors[r] = Vectors::load(args, runs[r].n, runs[r].channel, runs[r].present);
+    finish_with<Config, kChannels>(args, runs, vectors, sums);
+  }
+}
+
+// Applies the epilogue of Config to one run of sums, in place.
+template <class Config, bool kChannels, class Acc, int kCount, class Arguments = Args>
+__device__ __forceinline__ void finish(const Arguments& args, const OutputRun& run, Acc (&sums)[kCount]) {
+  using Epilogue = typename Config::Epilogue;
+  if constexpr (!Epilogue::kHasOperands) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = Epilogue::apply(sums[i]);
+  } else {
+    const OutputRun runs[1] = {run};
+    finish_runs<Config, kChannels>(args, runs, reinterpret_cast<Acc(&)[1][kCount]>(sums));
+  }
 }
 
 // Returns how many of `all` runs of so many outputs are a portion, for which a thread loads at most kWords
@@ -366,13 +385,6 @@ __device__ __forceinline__ void in_portions(const Body& body) {
     constexpr int kFirst = decltype(i)::value * kPortion, kLeft = kAll - kFirst;
     body(Int<kFirst>{}, Int<(kLeft < kPortion ? kLeft : kPortion)>{});
   });
-}
-
-// Applies the epilogue to one run.
-template <class Config, bool kChannels, class Acc, int kCount, class Arguments = Args>
-__device__ __forceinline__ void finish(const Arguments& args, const OutputRun& run, Acc (&sums)[kCount]) {
-  const OutputRun runs[1] = {run};
-  finish_runs<Config, kChannels>(args, runs, reinterpret_cast<Acc(&)[1][kCount]>(sums));
 }
 
 }  // namespace tconv3d

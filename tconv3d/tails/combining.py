@@ -54,7 +54,7 @@ class _Map:
 
     @property
     def shortened(self) -> _Map:
-        """The same map without `before`."""
+        """This map as x * factor + after."""
         if self.before is None:
             return self
         before = self.before if self.factor is None else _product(self.before, self.factor)

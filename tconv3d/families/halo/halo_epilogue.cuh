@@ -72,7 +72,7 @@ struct HaloEpilogue {
             exchange<kSlab, kField, kSum>(sums, own[i], Int<false>{});
             runs[i] = run_of_pair<kField, kColumn>(args, at, pairs[kSlab], plane, lane);
           });
-          finish_runs<Config, false>(args, runs, same, own);
+          finish_with<Config, false>(args, runs, same, own);
           static_for<kRuns>([&](auto i) {
             constexpr int kSlab = (kStart + decltype(i)::value) % kPieces * kWoven,
                           kField = field((kStart + decltype(i)::value) / kPieces);
@@ -266,7 +266,7 @@ struct HaloEpilogue {
           for (int k = 0; k < kOwn; ++k) own[i][k] = sums[k / 2 * 4 + k % 2];
           runs[i] = run_of_channels<kGroup, kField, kFirst>(args, at, to, lane);
         });
-        finish_runs<Config, true>(args, runs, same, own);
+        finish_with<Config, true>(args, runs, same, own);
         static_for<kRuns>([&](auto i) {
           float* const sums = first + (field(kStart + decltype(i)::value) * Config::kOutTile + kFirst) / 2;
 #pragma unroll
@@ -301,7 +301,7 @@ struct HaloEpilogue {
         own[i][0] = sums[kField * Config::kOutTile / 2];
         runs[i] = run_along_w<kGroup, kField, kColumn>(args, at, to, lane);
       });
-      finish_runs<Config, false>(args, runs, same, own);
+      finish_with<Config, false>(args, runs, same, own);
       static_for<kRuns>([&](auto i) {
         constexpr int kColumn = (kStart + decltype(i)::value) / kFields,
                       kField = field((kStart + decltype(i)::value) % kFields);

@@ -476,42 +476,67 @@ struct UpChannelsLast : UpShape<C> {
     }
   }
 
+  // Finishes the sums of several blocks of a position, with the vectors of a lane's channels, [block of a
+  // tap].
+  template <int kStart, int kRuns, class Vectors>
+  __device__ __forceinline__ void finish_blocks(const Scalar* to, int n, const Vectors (&vectors)[kTapBlocks],
+                                                float (&own)[kRuns][kPieceItems]) const {
+    OutputRun runs[kRuns];
+    Vectors same[kRuns];
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      runs[r] = run_of(to, kStart + r, n, lane);
+      same[r] = vectors[(kStart + r) % kTapBlocks];
+    }
+    finish_with<C, true>(args, runs, same, own);
+  }
+
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
-    using Vectors = ChannelVectors<C, float, kPieceItems>;
+    using Vectors =
+        typename Choose<C::Epilogue::kHasOperands, ChannelVectors<C, float, kPieceItems>, int>::type;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = first + own_position(half);
       if (position >= args.positions) return;
       Scalar* const to = Shape::outputs(n, position) + out + lane % 4 * kPieceItems;
-      // Without this the compiler loads the vectors before the products, and keeps them.
-      int item = n;
-      if constexpr (Vectors::kVectors > 0) ptx::renew(item);
-      Vectors vectors[kTapBlocks];  // of a lane's channels, for all taps
+      // The vectors of a lane's channels, which all taps share.
+      [[maybe_unused]] Vectors vectors[kTapBlocks];
+      if constexpr (C::Epilogue::kHasOperands) {
+        // Without this the compiler loads the vectors before the products, and keeps them.
+        int item = n;
+        if constexpr (Vectors::kVectors > 0) ptx::renew(item);
 #pragma unroll
-      for (int i = 0; i < kTapBlocks; ++i) {
-        const int channel = out + i * kBlock + lane % 4 * kPieceItems;
-        vectors[i] = Vectors::load(args, item, channel, C::kOut - channel);
+        for (int i = 0; i < kTapBlocks; ++i) {
+          const int channel = out + i * kBlock + lane % 4 * kPieceItems;
+          vectors[i] = Vectors::load(args, item, channel, C::kOut - channel);
+        }
       }
       in_portions<kBlocks, portion_of<C>(kBlocks, kPieceItems)>([&](auto start, auto count) {
         constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
-        OutputRun runs[kRuns];
-        Vectors same[kRuns];
         float own[kRuns][kPieceItems];
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
-          runs[r] = run_of(to, kStart + r, n, lane);
-          same[r] = vectors[(kStart + r) % kTapBlocks];
 #pragma unroll
           for (int e = 0; e < kPieceItems; ++e)
             own[r][e] = sums.at[4 * ((kStart + r) * kBlockGroups + e / 2) + 2 * half + e % 2];
         }
-        finish_runs<C, true>(args, runs, same, own);
+        if constexpr (C::Epilogue::kHasOperands) {
+          finish_blocks<kStart>(to, n, vectors, own);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRuns * kPieceItems; ++i) {
+            float& sum = own[i / kPieceItems][i % kPieceItems];
+            sum = C::Epilogue::apply(sum);
+          }
+        }
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
+          const int in_tile = (kStart + r) % kTapBlocks * kBlock;
+          if (C::kOut % kOutTile != 0 && out + in_tile + lane % 4 * kPieceItems >= C::kOut) continue;
           Vector<Scalar, kPieceItems> values;
 #pragma unroll
           for (int e = 0; e < kPieceItems; ++e) values.at[e] = Narrow<Scalar>::from(own[r][e]);
-          if (C::kOut % kOutTile == 0 || runs[r].present > 0) store_vector(to + further(kStart + r), values);
+          store_vector(to + further(kStart + r), values);
         }
       });
     }
