@@ -263,8 +263,8 @@ def fuse(layer: nn.ConvTranspose3d, tail: Callable[..., Any], *, exact_order: bo
     `layer` is a transposed convolution of PyTorch or of this library; its parameters stay its own. `tail` is a
     module, or any function of the convolution's result and of further arguments of the call. Which tensors a function
     captures is found out when a call of a new kind is traced. `exact_order=True` keeps affine maps (inference
-    BatchNorm, scales) out of the weight, so that products are rounded as without the map. `FusedTail.report(input)`
-    says what is fused.
+    BatchNorm, scales) out of the weight, so that products are rounded as without the map, and in the order in which
+    they are written. `FusedTail.report(input)` says what is fused.
     """
     if not isinstance(layer, nn.ConvTranspose3d):
         raise TypeError(f"fuse: expected an nn.ConvTranspose3d, got {type(layer).__name__}")

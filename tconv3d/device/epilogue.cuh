@@ -287,14 +287,20 @@ __device__ __forceinline__ void load_wholes(const Arguments& args, const OutputR
       [&](auto index) { load_whole<Config, kChannels, decltype(index)::value>(args, runs, to); });
 }
 
-// Calls the whole tensors of a run into L2, without waiting for them.
-template <class Config, bool kChannels, class Arguments>
+// Calls the whole tensors of a run of kCount outputs into L2, without waiting for them. Of neighbouring runs,
+// the one that has the first byte of a sector of 32 bytes calls it.
+template <class Config, bool kChannels, int kCount, class Arguments>
 __device__ __forceinline__ void prefetch_run(const Arguments& args, const OutputRun& run) {
   static_for<OperandCounts<typename Config::Epilogue>::kWholes>([&](auto index) {
     constexpr int kIndex = decltype(index)::value;
     using Kind = decltype(Config::Epilogue::template kind<kIndex, typename Config::Scalar>());
-    const auto* const whole = whole_of<kIndex, typename Kind::Type>(args);
-    ptx::call_into_l2_if(run.present > 0, whole + whole_run<Kind, kChannels>(args, run).place);
+    using Type = typename Kind::Type;
+    const WholeRun own = whole_run<Kind, kChannels>(args, run);
+    const int count = run.present < kCount ? run.present : kCount;
+    const Type* const last = whole_of<kIndex, Type>(args) + own.place + (count - 1) * own.step;
+    const auto end = static_cast<unsigned>(reinterpret_cast<unsigned long long>(last)) + sizeof(Type) - 1;
+    const bool first = own.step != 1 || end % 32 < count * sizeof(Type);
+    ptx::call_into_l2_if(run.present > 0 && first, last);
   });
 }
 

@@ -299,11 +299,11 @@ struct FewInputs {
         const Rows at = rows(tile, m, f, pass, own);
         if constexpr (C::kSpread || C::kRunAlongW) {
 #pragma unroll
-          for (int i = 0; i < 2 * C::kPassTiles; ++i) prefetch_run<C, false>(args, run_along_w(at, i));
+          for (int i = 0; i < 2 * C::kPassTiles; ++i) prefetch_run<C, false, kRunW>(args, run_along_w(at, i));
         } else {
 #pragma unroll
           for (int i = 0; i < C::kPassTiles / kTilesAtOnce * kRunW; ++i)
-            prefetch_run<C, true>(args, run_along_c(at, i / kRunW * kTilesAtOnce, i % kRunW));
+            prefetch_run<C, true, kRunC>(args, run_along_c(at, i / kRunW * kTilesAtOnce, i % kRunW));
         }
       }
     }

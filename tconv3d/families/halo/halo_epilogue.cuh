@@ -97,12 +97,14 @@ struct HaloEpilogue {
           if constexpr (Config::kOutputUnitC) {
             of_blocks([&](auto first) {
               constexpr int kFirst = decltype(first)::value;
-              prefetch_run<Config, true>(args, run_of_channels<kGroup, kField, kFirst>(args, at, to, lane));
+              prefetch_run<Config, true, Layout::block_channels(kFirst)>(
+                  args, run_of_channels<kGroup, kField, kFirst>(args, at, to, lane));
             });
           } else {
             static_for<kChannels>([&](auto column) {
               constexpr int kColumn = decltype(column)::value;
-              prefetch_run<Config, false>(args, run_along_w<kGroup, kField, kColumn>(args, at, to, lane));
+              prefetch_run<Config, false, kCountW>(args,
+                                                   run_along_w<kGroup, kField, kColumn>(args, at, to, lane));
             });
           }
         });
@@ -120,7 +122,8 @@ struct HaloEpilogue {
                       kColumn = decltype(i)::value % kChannels;
 #pragma unroll
         for (int m = 0; m < Config::kSlabs; m += kWoven)
-          prefetch_run<Config, false>(args, run_of_pair<kField, kColumn>(args, at, pairs[m], plane, lane));
+          prefetch_run<Config, false, kRun>(args,
+                                            run_of_pair<kField, kColumn>(args, at, pairs[m], plane, lane));
       });
     }
   }
@@ -145,6 +148,8 @@ struct HaloEpilogue {
     for (; !begins_run(i) || index > 0; ++i) index -= begins_run(i);
     return i;
   }
+  // Outputs along w of a run of a channel: with those of the next phase along w if that has a field.
+  static constexpr int kCountW = Config::kPartner(field(0)) >= 0 ? 2 : 1;
   static __device__ constexpr int partner(int field) {
     return Config::kPartner(field) < 0 ? field : Config::kPartner(field);
   }
@@ -280,7 +285,7 @@ struct HaloEpilogue {
   template <int kGroup>
   static __device__ __forceinline__ void along_w(const Args& args, const Place& at, const Target& to,
                                                  int lane, float* first) {
-    constexpr int kCount = Config::kPartner(field(0)) >= 0 ? 2 : 1, kAll = kFields * kChannels;
+    constexpr int kCount = kCountW, kAll = kFields * kChannels;
     in_portions<kAll, portion(kAll, kCount)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
       constexpr int kFirst = kStart / kFields, kLast = (kStart + kRuns - 1) / kFields;

@@ -55,9 +55,10 @@ struct MmaStores {
           for (int j = 0; j < 2 * C::kTilesN; ++j) {
             if constexpr (C::kLastOut) {
               if (j % 2 == 0 && (!Layout::paired(j / 2) || j % 4 == 0))
-                prefetch_run<C, true>(tile.args, run_of_channels(tile.output(at, f), channel_of_tile(j / 2)));
+                prefetch_run<C, true, 4>(tile.args,
+                                         run_of_channels(tile.output(at, f), channel_of_tile(j / 2)));
             } else {
-              prefetch_run<C, false>(tile.args, run_of_line(at, f, 0, channel_of_tile(j / 2) + j % 2));
+              prefetch_run<C, false, kOwn>(tile.args, run_of_line(at, f, 0, channel_of_tile(j / 2) + j % 2));
             }
           }
         }

@@ -243,7 +243,7 @@ struct UpContiguous : UpShape<C> {
       ptx::renew(own);  // Without this the compiler keeps every address until the sums are finished.
       const Begins begin = begins(n, first, own);
 #pragma unroll
-      for (int i = 0; i < kLines; ++i) prefetch_run<C, false>(args, run_of(begin, i, 0, n, own));
+      for (int i = 0; i < kLines; ++i) prefetch_run<C, false, kRun>(args, run_of(begin, i, 0, n, own));
     }
   }
 
@@ -471,7 +471,7 @@ struct UpChannelsLast : UpShape<C> {
         const int position = first + own_position(i % 2);
         const Scalar* const to =
             position < args.positions ? Shape::outputs(n, position) + out + own % 4 * kPieceItems : nullptr;
-        prefetch_run<C, true>(args, run_of(to, i / 2, n, own));
+        prefetch_run<C, true, kPieceItems>(args, run_of(to, i / 2, n, own));
       }
     }
   }
