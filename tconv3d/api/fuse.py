@@ -210,7 +210,7 @@ def with_tail(kind: Kind, problem: Problem, device: Device) -> tuple[Problem, st
     if s.statistics is not None:
         problem = replace(problem, norm=Norm(s.statistics.groups, 0.0))
     if s.statistics is not None or s.over_channels is not None or s.epilogue != VALUE:
-        vectors, wholes = len(s.operands.vectors), len(s.operands.wholes)
+        vectors, wholes = len(s.vectors), len(s.operands.wholes)
         problem = replace(problem, tail=s.epilogue.cpp, tail_vectors=vectors, tail_wholes=wholes, tail_reads=s.reads)
     if s.over_channels is None:
         return problem, ""
@@ -263,8 +263,8 @@ def fuse(layer: nn.ConvTranspose3d, tail: Callable[..., Any], *, exact_order: bo
     `layer` is a transposed convolution of PyTorch or of this library; its parameters stay its own. `tail` is a
     module, or any function of the convolution's result and of further arguments of the call. Which tensors a function
     captures is found out when a call of a new kind is traced. `exact_order=True` keeps affine maps (inference
-    BatchNorm, scales) out of the weight, so that products are rounded as without the map. `FusedTail.report(input)`
-    says what is fused.
+    BatchNorm, scales) out of the weight, so that products are rounded as without the map, and in the order in which
+    they are written. `FusedTail.report(input)` says what is fused.
     """
     if not isinstance(layer, nn.ConvTranspose3d):
         raise TypeError(f"fuse: expected an nn.ConvTranspose3d, got {type(layer).__name__}")

@@ -58,6 +58,14 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
   return smaller;
 }
 
+// Returns 2^x with a relative error of at most 2^-22, or zero if that is below 2^-126. Without this zero it
+// would take three more instructions.
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
 // Computes total += scale * term and sets `term` to the rounding error, limited to finite values, so that an
 // infinite total stays infinite. One block of assembly keeps few registers live. `min.xorsign` needs compute
 // capability 8.6.
@@ -199,6 +207,38 @@ __device__ __forceinline__ void store_global_if(bool condition, void* address, u
       "@condition st.global.b32 [%0], %1; }"
       :
       : "l"(__cvta_generic_to_global(address)), "r"(value), "r"(condition ? 1u : 0u));
+}
+
+// ---- Loads of global memory that nobody writes while the kernel runs. The compiler may move them.
+
+// Loads if the condition holds, without a branch; otherwise the value stays, and the address may be any.
+__device__ __forceinline__ void load_constant_if(bool condition, const void* address, uint4& value) {
+  asm("{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %5, 0;\n"
+      "@condition ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+      : "l"(__cvta_generic_to_global(address)), "r"(condition ? 1u : 0u));
+}
+__device__ __forceinline__ void load_constant_if(bool condition, const void* address, uint2& value) {
+  asm("{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %3, 0;\n"
+      "@condition ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+      : "+r"(value.x), "+r"(value.y)
+      : "l"(__cvta_generic_to_global(address)), "r"(condition ? 1u : 0u));
+}
+__device__ __forceinline__ void load_constant_if(bool condition, const void* address, unsigned& value) {
+  asm("{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %2, 0;\n"
+      "@condition ld.global.nc.b32 %0, [%1]; }"
+      : "+r"(value)
+      : "l"(__cvta_generic_to_global(address)), "r"(condition ? 1u : 0u));
+}
+__device__ __forceinline__ void load_constant_if(bool condition, const void* address, unsigned short& value) {
+  asm("{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %2, 0;\n"
+      "@condition ld.global.nc.b16 %0, [%1]; }"
+      : "+h"(value)
+      : "l"(__cvta_generic_to_global(address)), "r"(condition ? 1u : 0u));
 }
 
 // ---- Streaming accesses to global memory (.cs) for data not needed again soon: caches evict it first.
@@ -383,9 +423,22 @@ __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) 
 // Makes the compiler keep a value in a register, instead of loading it again where it is needed.
 __device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
 
+// Makes the compiler compute what depends on a value after this point again, instead of keeping what it has
+// computed before, and not earlier.
+__device__ __forceinline__ void renew(int& value) { asm volatile("" : "+r"(value)); }
+
 // Prefetches the cache line at this address into L2.
 __device__ __forceinline__ void call_into_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Prefetches the cache line at this address into L2 if the condition holds; otherwise it may be any address.
+__device__ __forceinline__ void call_into_l2_if(bool condition, const void* address) {
+  asm volatile(
+      "{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %1, 0;\n"
+      "@condition prefetch.global.L2 [%0]; }" ::"l"(__cvta_generic_to_global(address)),
+      "r"(condition ? 1u : 0u));
 }
 
 // Loads 16 bytes that the kernel does not write, and prefetches 256 bytes around them into L2.

@@ -230,10 +230,10 @@ class Arguments(Struct):
             self.kernel,
             {
                 **pointers,
-                names[0]: CONST_POINTER("Vectors of the tail: [vector][batch item][channel], or null."),
+                names[0]: CONST_POINTER("Vectors of the tail: [batch item][channel][vector], or null."),
                 **{name: CONST_POINTER("A tensor of the tail, which broadcasts to y.") for name in names[1:]},
                 **others,
-                "tail": TAIL_SIZES("How the vectors of the tail lie in memory."),
+                "tail": TAIL_SIZES("How the operands of the tail lie in memory."),
             },
         )
         return made
@@ -314,7 +314,7 @@ def tail_pointers(wholes: int) -> tuple[str, ...]:
     return ("tail_vectors", *(f"tail_whole_{i}" for i in range(wholes)))
 
 
-def with_tail(launch: Launch, vectors: int, wholes: int, batch: int, channels: int, volume: int) -> Launch:
+def with_tail(launch: Launch, vectors: int, wholes: int, channels: int, volume: int) -> Launch:
     """Returns a launch whose epilogue has operands; the launch has all other arguments already."""
     if not any(name == "Epilogue" for name, _ in launch.constants):
         return launch
@@ -323,8 +323,7 @@ def with_tail(launch: Launch, vectors: int, wholes: int, batch: int, channels: i
         launch,
         constants=(*launch.constants, (TAIL, wholes)),
         pointers=(*launch.pointers, names[0] if vectors else "null", *names[1:]),
-        scalars=launch.scalars
-        + TAIL_SIZES.write({"pitch": batch * channels, "volume": volume, "channels": channels}),
+        scalars=launch.scalars + TAIL_SIZES.write({"volume": volume, "channels": channels}),
     )
 
 
@@ -372,8 +371,7 @@ def fields_per_axis(name: str, make: Callable[[str], Field], comment: str) -> di
 
 TAIL_SIZES = Struct(
     "TailSizes",
-    "How the vectors of a tail lie in memory.",
-    pitch=INT64("Elements from one vector to the next: batch items times channels."),
+    "How the operands of a tail lie in memory.",
     volume=INT64("Positions of the result."),
     channels=INT32("Output channels of all groups."),
 )

@@ -240,7 +240,7 @@ def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
 def _with_operands(plan: Plan, problem: Problem) -> Plan:
     """Returns a plan whose launches also get the operands of the problem's tail."""
     volume = prod(problem.output_size)
-    sizes = problem.tail_vectors, problem.tail_wholes, problem.batch, problem.geometry.out_channels, volume
+    sizes = problem.tail_vectors, problem.tail_wholes, problem.geometry.out_channels, volume
     return replace(
         plan,
         launches=tuple(with_tail(launch, *sizes) for launch in plan.launches),

@@ -42,7 +42,14 @@ def compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:
 def stacked(
     named: Sequence[tuple[fx.Node, Shape]], env: Env, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns vectors as kernels read them, [number of vectors, N, C], for a result of this shape and type."""
+    """Returns vectors as passes read them, [number of vectors, N, C], for a result of this shape and type."""
+    return torch.stack(rows_as_read(named, env, shape, dtype, device))
+
+
+def rows_as_read(
+    named: Sequence[tuple[fx.Node, Shape]], env: Env, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Returns each of the vectors, [N, C], in the type of the statistics of a result of this shape and type."""
     rows = []
     for node, target in named:
         value, leading = env[node], rows_of(target, shape)
@@ -50,7 +57,7 @@ def stacked(
         value = value.reshape((1,) * (len(target) - value.dim()) + tuple(value.shape))
         value = value.reshape(value.shape[:leading]).expand(target[:leading])
         rows.append(value.reshape(shape[:2]).to(device, statistics_dtype(dtype)))
-    return torch.stack(rows)
+    return rows
 
 
 def finished(reduction: Reduction, total: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.runner import RUNNER, Runner
 from .axes import AxisPass, padded
 from .between import Between, Left, vectors_of
-from .computing import Env, compute, finished, stacked
+from .computing import Env, compute, finished, rows_as_read
 from .expressions import VALUE
 from .pointwise import aliases
 from .pool_gradients import GatherPass
@@ -136,10 +136,10 @@ class Prepared:
     def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
         """Returns the epilogue with its operands, laid out as the convolution's result."""
         s, like = self.stages, self.stages.fed.meta["val"]
-        if vectors is None and s.operands.vectors:
-            vectors = stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        if vectors is None and s.vectors:
+            vectors = _side_by_side(s, env)
         wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
-        return Tail(s.epilogue.cpp, vectors, wholes, s.reads)
+        return Tail(s.epilogue.cpp, vectors, len(s.vectors), wholes, s.reads)
 
     def _start(
         self,
@@ -179,9 +179,8 @@ class Prepared:
             folded = fold(weight, bias, convolution, s.affine.expression, vectors)
         if s.moved is not None:
             folded = s.moved.operands(*(folded or (weight, bias)))
-        if s.operands.vectors and all(node in env for node, _ in s.operands.vectors):
-            like = s.fed.meta["val"]
-            vectors_kept = stacked(s.operands.vectors, env, tuple(like.shape), like.dtype, like.device)
+        if s.vectors and all(node in env for node, _ in s.operands.vectors):
+            vectors_kept = _side_by_side(s, env)
         return _Made(seen, {node: env[node] for node in s.constants}, folded, vectors_kept)
 
     def _drop(self, _: object) -> None:
@@ -284,6 +283,17 @@ def outputs(graph: fx.GraphModule, env: Env) -> Any:
 
 def _output(graph: fx.GraphModule) -> fx.Node:
     return next(node for node in graph.graph.nodes if node.op == "output")
+
+
+def _side_by_side(stages: Stages, env: Env) -> Tensor:
+    """Returns the vectors of an epilogue, [N, C, numbers of a channel]: the vectors and what fills a power of two."""
+    like, vectors = stages.fed.meta["val"], stages.vectors
+    combined = any(each.name != "Vectored" for each in vectors)
+    kind = torch.float64 if combined else like.dtype
+    rows = rows_as_read(stages.operands.vectors, env, tuple(like.shape), kind, like.device)
+    if combined:
+        rows = [each.evaluate(rows[0], rows).to(statistics_dtype(like.dtype)) for each in vectors]
+    return torch.stack([*rows, *rows[:1] * ((1 << (len(rows) - 1).bit_length()) - len(rows))], dim=-1)
 
 
 def _placed(each: AxisPass, env: Env, x: Tensor) -> Tensor | None:

@@ -27,7 +27,8 @@ from ..planning.scalars import SCALARS
 from ..torch_ops.problems import DTYPES, Tail
 from .algebra import Layer, Moved, SpaceSum, find
 from .axes import AxisPass, padded
-from .expressions import Expression
+from .combining import combine
+from .expressions import Expression, vector
 from .lowering import lower
 from .pointwise import (
     FLOATS,
@@ -77,7 +78,8 @@ class Stages:
     affine: Affine
     moved: Moved | None  # a linear operator behind the affine map that another convolution computes
     epilogue: Expression  # takes what these give
-    operands: Launch  # the epilogue as a launch, with the vectors and whole tensors it names by index
+    vectors: tuple[Expression, ...]  # the vectors that it names by index, as expressions of those of `operands`
+    operands: Launch  # the epilogue as it was traced, with the vectors and whole tensors that this one names by index
     early: tuple[fx.Node, ...]  # nodes that are computed from passed tensors before the convolution, in order
     fed: fx.Node  # u, which the convolution's kernel stores
     statistics: Statistics | None
@@ -177,6 +179,11 @@ def _stages(
     u = start if plain or product else head.last_of_kernel()
     found = None if product else _statistics(u, nodes, shape)
     operands = head.written(u)
+    epilogue, vectors = operands.expressions[0], tuple(map(vector, range(len(operands.vectors))))
+    if not exact_order and all(
+        node in captured for node, _ in operands.vectors
+    ):  # otherwise every call would combine
+        epilogue, vectors = combine(epilogue, meta(u).dtype.itemsize == 2)
     early = [node for node in nodes if node in given and node.op == "call_function"]
     early = early if operands.vectors or operands.wholes else []
     unlowered = {*whole, *(node.name for node in (*captured, *early))}  # PyTorch computes the last two
@@ -202,7 +209,8 @@ def _stages(
         differentiable,
         Affine(folded, tuple(node for node, _ in writer.vectors)),
         None if moved is None else moved[1],
-        operands.expressions[0],
+        epilogue,
+        vectors,
         operands,
         tuple(early),
         u,

@@ -96,12 +96,14 @@ def tf32_of(tensor: Tensor) -> int:
 class Tail:
     """Holds an expression of the convolution's result (device/expressions.cuh), and the tensors it names by index.
 
-    `vectors` is [number of vectors, N, C_out] in the accumulator's type. `wholes` have the result's type, shape and
-    strides unless `reads` says otherwise, and addresses that are multiples of 16 bytes.
+    `vectors` is [N, C_out, numbers of a channel] in the accumulator's type: the numbers of the vectors, and so many
+    more that they are a power of two. `wholes` have the result's type, shape and strides unless `reads` says
+    otherwise, and addresses that are multiples of 16 bytes.
     """
 
     expression: str  # the C++ name of the expression
     vectors: Tensor | None = None
+    vector_count: int = 0
     wholes: tuple[Tensor, ...] = ()
     reads: tuple[
         Read, ...
@@ -112,9 +114,8 @@ class Tail:
     @property
     def kind(self) -> tuple[str, int, int, tuple[Read, ...], str, str]:
         """What a plan depends on: expression, numbers of vectors and whole tensors, the program and its result."""
-        vectors = 0 if self.vectors is None else self.vectors.shape[0]
         result = "" if self.per_position is None else RESULTS[RESULT_TYPES[self.per_position]]
-        return self.expression, vectors, len(self.wholes), self.reads, self.channels, result
+        return self.expression, self.vector_count, len(self.wholes), self.reads, self.channels, result
 
     @property
     def sizes(self) -> dict[str, Any]:

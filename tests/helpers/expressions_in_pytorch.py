@@ -144,7 +144,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def convolved(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Any, tail: Any) -> Tensor:
         z = F.conv_transpose3d(input, weight, bias, *convolution)
-        return z if tail is None else evaluated(tail.expression, z, tail.vectors, tail.wholes)
+        if tail is None:
+            return z
+        vectors = None if tail.vectors is None else tail.vectors.movedim(-1, 0)  # the kernel reads them side by side
+        return evaluated(tail.expression, z, vectors, tail.wholes)
 
     def forward(input: Tensor, weight: Any, bias: Any, convolution: Any, keep: bool = False, tail: Any = None) -> Any:
         called.append("convolution")

@@ -66,6 +66,11 @@ inline float min_or_nan(float a, float b) {
   return a < b ? a : b;
 }
 
+inline float power_of_two(float x) {
+  const float power = __builtin_exp2f(x);
+  return power < 0x1p-126f ? 0.0f : power;
+}
+
 inline void add_keeping_rest(float& total, float& term, float scale) {
   const float most = 0x1p104f, sum = __builtin_fmaf(term, scale, total),
               rest = __builtin_fmaf(term, scale, total - sum);
@@ -148,6 +153,11 @@ inline void load_passing(const void* address, Vector& value) {
   std::memcpy(&value, address, sizeof value);
 }
 
+template <class Vector>
+inline void load_constant_if(bool condition, const void* address, Vector& value) {
+  if (condition) load_passing(address, value);
+}
+
 inline unsigned take_turn(unsigned* turns) { return ++*turns; }
 inline unsigned take_turn_below(unsigned* turns, unsigned end) {
   return *turns + 1 < end ? take_turn(turns) : end;
@@ -184,9 +194,13 @@ inline int read_shared(const int* address) {
 }
 
 inline void keep(float&) {}
+inline void renew(int&) {}
 
 // A prefetch reads the address, so that sanitizers see it: a prefetch may not leave its tensor either.
 inline void call_into_l2(const void* address) { (void)*static_cast<const volatile char*>(address); }
+inline void call_into_l2_if(bool condition, const void* address) {
+  if (condition) call_into_l2(address);
+}
 inline uint4 load_calling(const void* address) { return *static_cast<const uint4*>(address); }
 
 // ---- What is executed later.

@@ -201,11 +201,8 @@ struct FewInputs {
 
   // ---- The outputs.
 
-  // Returns kRun neighbouring sums as outputs. `to` is the address of the first output.
-  template <bool kChannels, int kRun>
-  __device__ __forceinline__ Vector<Scalar, kRun> outputs(float (&sums)[kRun], const Scalar* to, int n,
-                                                          int channel, long long step, int present) const {
-    finish<C, kChannels>(args, {n, channel, to - static_cast<const Scalar*>(args.y), step, present}, sums);
+  template <int kRun>
+  static __device__ __forceinline__ Vector<Scalar, kRun> narrowed(const float (&sums)[kRun]) {
     Vector<Scalar, kRun> values;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values.at[i] = Narrow<Scalar>::from(sums[i]);
@@ -245,112 +242,198 @@ struct FewInputs {
     }
   }
 
-  // Stores the outputs of this lane's two neighbouring positions in row tile m, for phases f to f + kTogether
-  // - 1 and the channels of one pass.
-  __device__ __forceinline__ void store_rows(const TileOrigin& tile, int m, int f, int pass) {
+  // This lane's two neighbouring positions in row tile m, in a phase: the offset of the first output from the
+  // first channel of a pass on, and how many outputs the line has from there on.
+  struct Rows {
+    bool exist;
+    int n, out, room;
+    Index offset;
+  };
+  __device__ __forceinline__ Rows rows(const TileOrigin& tile, int m, int f, int pass, int lane) const {
     constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
     const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
     const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
     const int w = (tile.w + row_w[m]) * C::kOutputStepW + f % C::kOutputStepW;
-    if (row_d[m] < 0 || d >= args.y_size.d || h >= args.y_size.h || w >= args.y_size.w) return;
+    const bool exist = row_d[m] >= 0 && d < args.y_size.d && h < args.y_size.h && w < args.y_size.w;
     const int out = first_out + pass * C::kPassTiles * 8 + channel_of(0, lane % 4 * 2);
+    const Index offset = tile.n * static_cast<Index>(args.y_strides.n) +
+                         (group * C::kOutPerGroup + out) * static_cast<Index>(args.y_strides.c) +
+                         d * static_cast<Index>(args.y_strides.d) + h * static_cast<Index>(args.y_strides.h) +
+                         w * static_cast<Index>(args.y_strides.w);
+    return {exist, tile.n, out, args.y_size.w - w, offset};
+  }
+
+  // Whether a lane's channel, so many behind its first, exists.
+  static __device__ __forceinline__ bool has_channel(int out, int further) {
+    return C::kOutPerGroup % (8 * C::kPassTiles) == 0 || out + further < C::kOutPerGroup;
+  }
+
+  // The outputs of one channel, contiguous along w: number `which` of those of a lane.
+  static constexpr int kRunW = 2 * C::kTogether;
+  __device__ __forceinline__ OutputRun run_along_w(const Rows& at, int which) const {
+    const int further = which / 2 * 8 + which % 2;
+    return {at.n, group * C::kOutPerGroup + at.out + further,
+            at.offset + static_cast<long long>(further) * static_cast<Index>(args.y_strides.c), 1,
+            at.exist && has_channel(at.out, further) ? at.room : 0};
+  }
+  // Neighbouring channels, two or four out of a pair of column tiles, of a lane's output i from a column tile
+  // on.
+  static constexpr int kTilesAtOnce = C::kPairedTiles ? 2 : 1, kRunC = 2 * kTilesAtOnce;
+  __device__ __forceinline__ OutputRun run_along_c(const Rows& at, int column, int i) const {
     const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
-    Scalar* y = static_cast<Scalar*>(args.y) + tile.n * static_cast<Index>(args.y_strides.n) +
-                (group * C::kOutPerGroup + out) * step_c + d * static_cast<Index>(args.y_strides.d) +
-                h * static_cast<Index>(args.y_strides.h) + w * step_w;
-    if constexpr (C::kSpread) {
-      store_spread(y, m, tile.n, out, args.y_size.w - w);
-    } else if constexpr (C::kRunAlongW) {
-      store_along_w(y, m, tile.n, out, args.y_size.w - w);
-    } else {
-      store_along_c(y, m, tile.n, out, args.y_size.w - w);
+    const int further = i / C::kTogether * C::kOutputStepW + i % C::kTogether;
+    const int rest = C::kOutPerGroup - at.out - column * 8;
+    return {at.n, group * C::kOutPerGroup + at.out + column * 8,
+            static_cast<long long>(at.offset) + column * 8 * step_c + further * step_w, step_c,
+            at.exist && further < at.room && rest > 0 ? rest : 0};
+  }
+
+  // Calls the whole tensors of the outputs of a pass into L2. This comes before the products, so that memory
+  // works at the same time as the tensor cores.
+  __device__ __forceinline__ void prefetch(const TileOrigin& tile, int f, int pass) const {
+    if constexpr (OperandCounts<typename C::Epilogue>::kWholes > 0) {
+      int own = lane;
+      ptx::renew(own);  // Without this the compiler keeps every address until the sums are finished.
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        const Rows at = rows(tile, m, f, pass, own);
+        if constexpr (C::kSpread || C::kRunAlongW) {
+#pragma unroll
+          for (int i = 0; i < 2 * C::kPassTiles; ++i) prefetch_run<C, false, kRunW>(args, run_along_w(at, i));
+        } else {
+#pragma unroll
+          for (int i = 0; i < C::kPassTiles / kTilesAtOnce * kRunW; ++i)
+            prefetch_run<C, true, kRunC>(args, run_along_c(at, i / kRunW * kTilesAtOnce, i % kRunW));
+        }
+      }
     }
   }
 
-  // Stores outputs that are contiguous along w, of batch item n, from channel `out` of the group on. There is
-  // one phase along w, or all phases along w are computed together.
-  __device__ __forceinline__ void store_along_w(Scalar* y, int m, int n, int out, int room) {
-    const int channels = C::kOutPerGroup - out;
-    constexpr int kRun = 2 * C::kTogether;
-    const Index step_c = static_cast<Index>(args.y_strides.c);
-    const bool whole = room >= kRun && step_c % kRun == 0 &&
-                       reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, kRun>) == 0;
-#pragma unroll
-    for (int column = 0; column < C::kPassTiles; ++column) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool exists = C::kOutPerGroup % (8 * C::kPassTiles) == 0 || column * 8 + e < channels;
-        float sums[kRun];
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) sums[i] = sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e];
-        const int further = column * 8 + e;
-        const auto values = outputs<false>(sums, y + further * step_c, n,
-                                           group * C::kOutPerGroup + out + further, 1, exists ? room : 0);
-        if (exists) store_run(y + (column * 8 + e) * step_c, values, whole, room);
-      }
+  // Stores the outputs of this lane's two neighbouring positions in row tile m, for phases f to f + kTogether
+  // - 1 and the channels of one pass.
+  __device__ __forceinline__ void store_rows(const TileOrigin& tile, int m, int f, int pass) {
+    const Rows at = rows(tile, m, f, pass, lane);
+    if (!at.exist) return;
+    if constexpr (C::kSpread) {
+      store_spread(at, m);
+    } else if constexpr (C::kRunAlongW) {
+      store_along_w(at, m);
+    } else {
+      store_along_c(at, m);
     }
+  }
+
+  // Returns a lane's sums of one channel that are contiguous along w.
+  __device__ __forceinline__ void take_along_w(int m, int which, float (&sums)[kRunW]) const {
+#pragma unroll
+    for (int i = 0; i < kRunW; ++i)
+      sums[i] = sum[i % C::kTogether][m][which / 2][i / C::kTogether * 2 + which % 2];
+  }
+
+  // Stores outputs that are contiguous along w. There is one phase along w, or all phases along w are
+  // computed together.
+  __device__ __forceinline__ void store_along_w(const Rows& first, int m) const {
+    constexpr int kAll = 2 * C::kPassTiles;
+    Scalar* const y = static_cast<Scalar*>(args.y);
+    const Index step_c = static_cast<Index>(args.y_strides.c);
+    const bool whole =
+        first.room >= kRunW && step_c % kRunW == 0 &&
+        reinterpret_cast<unsigned long long>(y + first.offset) % sizeof(Vector<Scalar, kRunW>) == 0;
+    constexpr int kMost = OperandCounts<typename C::Epilogue>::kVectors > 2 ? kAll / 2 : kAll;
+    in_portions<kAll, portion_of<C>(kMost, kRunW)>([&](auto start, auto count) {
+      constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
+      OutputRun runs[kRuns];
+      float sums[kRuns][kRunW];
+      Rows at = first;
+      // Without this the compiler loads all vectors at once, and keeps them.
+      if constexpr (OperandCounts<typename C::Epilogue>::kVectors > 0) ptx::renew(at.n);
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        runs[r] = run_along_w(at, kStart + r);
+        take_along_w(m, kStart + r, sums[r]);
+      }
+      finish_runs<C, false>(args, runs, sums);
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        const int further = (kStart + r) / 2 * 8 + (kStart + r) % 2;
+        if (has_channel(at.out, further))
+          store_run(y + at.offset + further * step_c, narrowed(sums[r]), whole, at.room);
+      }
+    });
   }
 
   // Stores outputs that are contiguous along w, in lines that begin anywhere. The 4 lanes of a quad have the
   // same positions, of the channels 0, 2, 4, 6 from the quad's first. After the exchange, a lane has output
-  // `own` of all kRun channels of its neighbours.
-  __device__ __forceinline__ void store_spread(Scalar* y, int m, int n, int out, int room) {
-    constexpr int kRun = 2 * C::kTogether;
+  // `own` of all kRunW channels of its neighbours.
+  __device__ __forceinline__ void store_spread(const Rows& at, int m) const {
+    constexpr int kAll = 2 * C::kPassTiles;
     const Index step_c = static_cast<Index>(args.y_strides.c);
-    const int own = lane % kRun, first = out - 2 * own;
-    y += own - 2 * own * step_c;
-    const int channels = own < room ? C::kOutPerGroup - first : 0;
+    const int own = lane % kRunW, first = at.out - 2 * own;
+    Scalar* const y = static_cast<Scalar*>(args.y);
+    const long long offset = static_cast<long long>(at.offset) + own - 2 * own * step_c;
+    const int channels = own < at.room ? C::kOutPerGroup - first : 0;
+    in_portions<kAll, portion_of<C>(kAll, kRunW)>([&](auto start, auto count) {
+      constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value * kRunW;
+      OutputRun runs[kRuns];
+      float sums[kRuns][1];
 #pragma unroll
-    for (int column = 0; column < C::kPassTiles; ++column) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float totals[kRun];
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) totals[i] = sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e];
+      for (int i = 0; i < kRuns / kRunW; ++i) {
+        float totals[kRunW];
+        take_along_w(m, kStart + i, totals);
         exchange(totals, 0xFu << (lane & ~3));
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) {
-          const int channel = column * 8 + e + 2 * i;
-          float total[1] = {totals[i]};
-          if (channel < channels) {
-            Scalar* const to = y + channel * step_c;
-            *to = outputs<false>(total, to, n, group * C::kOutPerGroup + first + channel, 1, 1).at[0];
-          }
+        for (int k = 0; k < kRunW; ++k) {
+          const int channel = (kStart + i) / 2 * 8 + (kStart + i) % 2 + 2 * k;
+          sums[i * kRunW + k][0] = totals[k];
+          runs[i * kRunW + k] = {at.n, group * C::kOutPerGroup + first + channel,
+                                 offset + static_cast<long long>(channel) * step_c, 1,
+                                 channel < channels ? 1 : 0};
         }
       }
-    }
+      finish_runs<C, false>(args, runs, sums);
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        if (runs[r].present > 0) y[runs[r].offset] = Narrow<Scalar>::from(sums[r][0]);
+      }
+    });
   }
 
   // Stores two neighbouring channels at a time, or four out of a pair of column tiles.
-  __device__ __forceinline__ void store_along_c(Scalar* y, int m, int n, int out, int room) {
-    const int channels = C::kOutPerGroup - out;
-    constexpr int kTilesAtOnce = C::kPairedTiles ? 2 : 1, kRun = 2 * kTilesAtOnce;
-    const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
-    const bool aligned = C::kUnitC && step_w % kRun == 0 &&
-                         reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, kRun>) == 0;
+  __device__ __forceinline__ void store_along_c(const Rows& at, int m) const {
+    constexpr int kPortion = portion_of<C>(kRunW, kRunC);
+    Scalar* const y = static_cast<Scalar*>(args.y);
+    const Index step_w = static_cast<Index>(args.y_strides.w);
+    const bool aligned =
+        C::kUnitC && step_w % kRunC == 0 &&
+        reinterpret_cast<unsigned long long>(y + at.offset) % sizeof(Vector<Scalar, kRunC>) == 0;
+    in_portions<C::kPassTiles / kTilesAtOnce * kRunW, kPortion>([&](auto start, auto count) {
+      constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
+      OutputRun runs[kRuns];
+      float sums[kRuns][kRunC];
 #pragma unroll
-    for (int column = 0; column < C::kPassTiles; column += kTilesAtOnce) {
+      for (int r = 0; r < kRuns; ++r) {
+        const int column = (kStart + r) / kRunW * kTilesAtOnce, i = (kStart + r) % kRunW;
+        runs[r] = run_along_c(at, column, i);
 #pragma unroll
-      for (int i = 0; i < 2 * C::kTogether; ++i) {
-        const int row = i / C::kTogether, together = i % C::kTogether;
-        const int further = row * C::kOutputStepW + together, rest = channels - column * 8;
-        if (further >= room || rest < 1) continue;
-        float sums[kRun];
+        for (int e = 0; e < kRunC; ++e)
+          sums[r][e] = sum[i % C::kTogether][m][column + e / 2][i / C::kTogether * 2 + e % 2];
+      }
+      finish_runs<C, true>(args, runs, sums);
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) sums[e] = sum[together][m][column + e / 2][2 * row + e % 2];
-        Scalar* const at = y + column * 8 * step_c + further * step_w;
-        const auto values =
-            outputs<true>(sums, at, n, group * C::kOutPerGroup + out + column * 8, step_c, rest);
-        if (aligned && rest >= kRun) {
-          *reinterpret_cast<Vector<Scalar, kRun>*>(at) = values;
+      for (int r = 0; r < kRuns; ++r) {
+        const int rest = runs[r].present;
+        Scalar* const to = y + runs[r].offset;
+        const auto values = narrowed(sums[r]);
+        if (aligned && rest >= kRunC) {
+          *reinterpret_cast<Vector<Scalar, kRunC>*>(to) = values;
         } else {
 #pragma unroll
-          for (int e = 0; e < kRun; ++e) {
-            if (e < rest) at[e * step_c] = values.at[e];
+          for (int e = 0; e < kRunC; ++e) {
+            if (e < rest) to[e * runs[r].step] = values.at[e];
           }
         }
       }
-    }
+    });
   }
 
   __device__ __forceinline__ void copy(int index, int buffer) const {
@@ -376,6 +459,7 @@ struct FewInputs {
       if (index + step < args.tiles.count) copy(index + step, buffer);
       for (int f = 0; f < C::kPhases; f += C::kTogether) {
         for (int pass = 0; pass < kPasses; ++pass) {
+          prefetch(tile, f, pass);
           start_from_bias(pass);
 #pragma unroll
           for (int together = 0; together < C::kTogether; ++together)

@@ -355,6 +355,13 @@ struct Halo {
         }
         typename LongRuns::Waiting waiting;  // outputs of the previous step that are not written yet
         for (int plane = 0; plane < at.planes; ++plane) {
+          // Consumers that share a tile's sums, or leave a piece of them, do not know whose outputs they are.
+          if constexpr (Config::kDivision != Division::kNobody) {
+          } else if constexpr (Config::kInput == Input::kLines) {
+            Finishing::prefetch_pairs(args, at, pairs, at.first_plane + plane, lane);
+          } else {
+            Finishing::prefetch(args, at, slabs, at.first_plane + plane, warp, lane);
+          }
           if constexpr (Config::kInput == Input::kLines) {
             if (plane < fed) {
               Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane, [&](auto turn) {

@@ -392,6 +392,11 @@ struct Mma {
 
   __device__ __forceinline__ void compute() {
     prepare();
+    if constexpr (OperandCounts<typename C::Epilogue>::kWholes > 0) {
+      int own = lane;
+      ptx::renew(own);  // Without this the compiler keeps every address until the sums are finished.
+      Stores{tile, warp_m, warp_n, own, nullptr}.prefetch();
+    }
     start_from_bias();
     __syncthreads();  // the tables are visible to all threads
     // A block phase without taps outputs the bias alone.

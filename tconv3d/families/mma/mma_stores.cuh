@@ -26,66 +26,107 @@ struct MmaStores {
     return static_cast<Out*>(tile.args.y) + (C::kSplits > 1 ? tile.split * tile.args.part : 0);
   }
 
-  // Returns neighbouring sums as outputs; `to` is the address of the first output, `channel` its channel in
-  // the group.
-  template <bool kChannels, int kCount>
-  __device__ __forceinline__ Vector<Out, kCount> finished(float (&sums)[kCount], const Out* to, int n,
-                                                          int channel, int step, int present) const {
-    // Otherwise mma.cuh has already applied the epilogue.
-    if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels) {
-      const long long offset = to - outputs();
-      finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
-    }
+  // Applies the epilogue to runs of neighbouring sums, unless mma.cuh has already done so.
+  template <bool kChannels, int kRuns, int kCount>
+  __device__ __forceinline__ void finish_all(const OutputRun (&runs)[kRuns],
+                                             float (&sums)[kRuns][kCount]) const {
+    if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels)
+      finish_runs<C, kChannels>(tile.args, runs, sums);
+  }
+  template <int kCount>
+  static __device__ __forceinline__ Vector<Out, kCount> narrowed(const float (&sums)[kCount]) {
     Vector<Out, kCount> values;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Out>::from(sums[k]);
     return values;
   }
 
-  // ---- Channels-last outputs.
-
-  // Stores two or four neighbouring channels of an output of batch item n.
-  template <int kCount>
-  __device__ __forceinline__ void store_channels(Out* y, int n, int channel, float (&&sums)[kCount]) const {
-    if constexpr (C::kVectorStores) {
-      if (channel >= C::kOuts) return;
-      store_vector(y + channel, finished<true>(sums, y + channel, n, channel, 1, kCount));
-    } else {
-      const auto values = finished<true>(sums, y + channel, n, channel, 1, C::kOuts - channel);
+  // Calls the whole tensors of a tile into L2.
+  __device__ __forceinline__ void prefetch() const {
+    if constexpr (OperandCounts<typename C::Epilogue>::kWholes > 0) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        if (channel + k < C::kOuts) y[channel + k] = values.at[k];
+      for (int i = 0; i < 2 * C::kTilesM; ++i) {
+        const auto at = tile.position(warp_m, i % 2 * 8 + lane / 4, i / 2);
+        // Where outputs are contiguous along w, runs of neighbouring tiles m follow each other.
+        if (!C::kLastOut && !C::kAlongW && i > 1) break;
+#pragma unroll
+        for (int f = 0; f < C::kPhases; f += C::kLastOut ? 1 : kPhasesW) {
+#pragma unroll
+          for (int j = 0; j < 2 * C::kTilesN; ++j) {
+            if constexpr (C::kLastOut) {
+              if (j % 2 == 0 && (!Layout::paired(j / 2) || j % 4 == 0))
+                prefetch_run<C, true, 4>(tile.args,
+                                         run_of_channels(tile.output(at, f), channel_of_tile(j / 2)));
+            } else {
+              prefetch_run<C, false, kOwn>(tile.args, run_of_line(at, f, 0, channel_of_tile(j / 2) + j % 2));
+            }
+          }
+        }
       }
     }
   }
+  // Returns the channel, in the group, of the first of a lane's columns in a tile of columns.
+  __device__ __forceinline__ int channel_of_tile(int column_tile) const {
+    return (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8 + Layout::column(column_tile, lane % 4 * 2);
+  }
+
+  // ---- Channels-last outputs.
+
+  // Returns the neighbouring channels of an output, from `channel` in the group on.
+  __device__ __forceinline__ OutputRun run_of_channels(const typename Tile::Output& to, int channel) const {
+    const Strides& strides = tile.args.y_strides;
+    const int first = tile.group * C::kOuts + channel;
+    return {to.n, first, to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w + first, 1,
+            to.exists ? C::kOuts - channel : 0};
+  }
+
+  // Stores neighbouring channels of outputs of all phases: two of a tile of columns, or four of a pair of
+  // tiles. A phase has kPerPhase of these runs, from a tile on.
+  template <int kCount, int kPerPhase>
+  __device__ __forceinline__ void store_channels(const Sums& sums, int m, int half, int first_tile) const {
+    constexpr int kAll = C::kPhases * kPerPhase;
+    const auto at = tile.position(warp_m, half * 8 + lane / 4, m);
+    in_portions<kAll, portion_of<C>(kAll, kCount)>([&](auto start, auto count) {
+      constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
+      OutputRun runs[kRuns];
+      float own[kRuns][kCount];
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        const int f = (kStart + r) / kPerPhase, j = first_tile + (kStart + r) % kPerPhase * 2;
+        runs[r] = run_of_channels(tile.output(at, f), channel_of_tile(j));
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) own[r][k] = sums[f][m][j + k / 2][2 * half + k % 2];
+      }
+      // Without this branch the compiler loads all vectors at once, and keeps them.
+      bool any = false;
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) any = any || runs[r].present > 0;
+      if (!any) return;
+      finish_all<true>(runs, own);
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        Out* const to = outputs() + runs[r].offset;
+        const auto values = narrowed(own[r]);
+        if constexpr (C::kVectorStores) {
+          if (runs[r].present > 0) store_vector(to, values);
+        } else {
+#pragma unroll
+          for (int k = 0; k < kCount; ++k) {
+            if (k < runs[r].present) to[k] = values.at[k];
+          }
+        }
+      }
+    });
+  }
 
   __device__ __forceinline__ void store_rows(const Sums& sums) const {
-    const Strides& strides = tile.args.y_strides;
-    const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
-    Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts;
+    constexpr int kPairs = C::kTilesN / 2;
 #pragma unroll
     for (int m = 0; m < C::kTilesM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const auto at = tile.position(warp_m, half * 8 + lane / 4, m);
-#pragma unroll
-        for (int f = 0; f < C::kPhases; ++f) {
-          const auto to = tile.output(at, f);
-          if (!to.exists) continue;
-          Out* const row = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w;
-#pragma unroll
-          for (int j = 0; j < C::kTilesN; j += 2) {
-            const float (&left)[4] = sums[f][m][j];
-            if (Layout::paired(j)) {
-              const float (&right)[4] = sums[f][m][j + 1 < C::kTilesN ? j + 1 : j];
-              store_channels<4>(row, to.n, first + j * 8 + lane % 4 * 4,
-                                {left[2 * half], left[2 * half + 1], right[2 * half], right[2 * half + 1]});
-            } else {
-              store_channels<2>(row, to.n, first + j * 8 + lane % 4 * 2,
-                                {left[2 * half], left[2 * half + 1]});
-            }
-          }
-        }
+        if constexpr (kPairs > 0) store_channels<4, kPairs>(sums, m, half, 0);
+        if constexpr (C::kTilesN % 2 == 1) store_channels<2, 1>(sums, m, half, C::kTilesN - 1);
       }
     }
   }
@@ -108,92 +149,100 @@ struct MmaStores {
                                                          : 1;
 
   // Returns the outputs of a channel from position `at` and phase f on, and then k further along the line.
-  template <int kCount>
-  __device__ __forceinline__ Vector<Out, kCount> finished_of_line(float (&sums)[kCount],
-                                                                  const typename Tile::Position& at, int f,
-                                                                  int k, int channel) const {
+  __device__ __forceinline__ OutputRun run_of_line(const typename Tile::Position& at, int f, int k,
+                                                   int channel) const {
     const auto to = tile.output(at, f);
     const int w = to.w + k * kStepW, left = (tile.args.y_size.w - w + kStepW - 1) / kStepW;
     const Strides& strides = tile.args.y_strides;
-    const Out* const y = outputs() + to.n * strides.n +
-                         (static_cast<long long>(tile.group) * C::kOuts + channel) * strides.c +
-                         to.d * strides.d + to.h * strides.h + w;
-    return finished<false>(sums, y, to.n, channel, kStepW, to.exists && channel < C::kOuts ? left : 0);
+    const int first = tile.group * C::kOuts + channel;
+    return {to.n, first,
+            to.n * strides.n + static_cast<long long>(first) * strides.c + to.d * strides.d +
+                to.h * strides.h + w,
+            kStepW, to.exists && channel < C::kOuts ? left : 0};
   }
 
   // Stores lines of outputs from registers: 8 lanes have neighbouring positions along w, all phases of each.
   __device__ __forceinline__ void store_directly(Sums& sums) const {
     static_assert(!C::kAlongW || (C::kTilesM == 1 && kStepW == 1 && C::kSplits == 1),
                   "outputs are neighbours");
-    const Strides& strides = tile.args.y_strides;
-    const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
-    Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts * strides.c;
+    constexpr int kAll = 2 * C::kTilesN;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto at = tile.position(warp_m, half * 8 + lane / 4, 0);
 #pragma unroll
       for (int f = 0; f < C::kPhases; f += kPhasesW) {
-        const auto to = tile.output(at, f);
-        if (!to.exists) continue;
-        Out* const line = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w;
+        if (!tile.output(at, f).exists) continue;
+        in_portions<kAll, portion_of<C>(kAll, kPhasesW)>([&](auto start, auto count) {
+          constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
+          OutputRun runs[kRuns];
+          float own[kRuns][kPhasesW];
 #pragma unroll
-        for (int j = 0; j < C::kTilesN; ++j) {
+          for (int r = 0; r < kRuns; ++r) {
+            const int j = (kStart + r) / 2, e = (kStart + r) % 2;
+            runs[r] = run_of_line(at, f, 0, channel_of_tile(j) + e);
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int channel = first + Layout::column(j, lane % 4 * 2 + e);
-            if (channel >= C::kOuts) continue;
-            float some[kPhasesW];
+            for (int k = 0; k < kPhasesW; ++k) own[r][k] = sums[f + k][0][j][2 * half + e];
+          }
+          finish_all<false>(runs, own);
 #pragma unroll
-            for (int k = 0; k < kPhasesW; ++k) some[k] = sums[f + k][0][j][2 * half + e];
-            Out* const own = line + channel * strides.c;
-            const int left = tile.args.y_size.w - to.w;
-            const auto values = finished<false>(some, own, to.n, channel, 1, left);
+          for (int r = 0; r < kRuns; ++r) {
+            if (runs[r].present < 1) continue;
+            Out* const to = outputs() + runs[r].offset;
+            const auto values = narrowed(own[r]);
             if (kVector == kPhasesW && tile.args.store_width == kPhasesW) {
-              store_vector(own, values);
+              store_vector(to, values);
             } else {
 #pragma unroll
               for (int k = 0; k < kPhasesW; ++k) {
-                if (k < left) own[k] = values.at[k];
+                if (k < runs[r].present) to[k] = values.at[k];
               }
             }
           }
-        }
+        });
       }
     }
   }
 
   template <int kFirst>
   __device__ __forceinline__ void put_together(const Sums& sums) const {
+    constexpr int kVectors = kOwn / kVector, kAll = 4 * kOuter * kVectors;
     const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
     const auto first = tile.position(warp_m, lane / 4, 0), second = tile.position(warp_m, lane / 4 + 8, 0);
+    const auto start_of = [&](const typename Tile::Position& at) {
+      return ((at.n * tile.args.tile.d + at.d) * tile.args.tile.h + at.h) * tile.args.store_line +
+             at.w * kPhasesW;
+    };
     static_for<C::kStoreTiles>([&](auto i) {
       constexpr int kTile = kFirst + decltype(i)::value;
       if constexpr (kTile < C::kTilesN) {
         Out* const to =
             staged + ((decltype(i)::value * C::kWarpsN + warp_n) * 8 + lane % 4 * 2) * tile.args.store_pitch;
+        // A lane has outputs of two positions, of two channels each, in all outer phases.
+        in_portions<kAll, portion_of<C>(kAll, kVector)>([&](auto start, auto count) {
+          constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
+          OutputRun runs[kRuns];
+          float own[kRuns][kVector];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const auto& at = e < 2 ? first : second;
-          if (!at.exists) continue;
-          Out* const line =
-              to + e % 2 * tile.args.store_pitch +
-              ((at.n * tile.args.tile.d + at.d) * tile.args.tile.h + at.h) * tile.args.store_line +
-              at.w * kPhasesW;
+          for (int r = 0; r < kRuns; ++r) {
+            const int e = (kStart + r) / (kOuter * kVectors), f = (kStart + r) / kVectors % kOuter * kPhasesW;
+            const int k = (kStart + r) % kVectors * kVector;
+            runs[r] = run_of_line(e < 2 ? first : second, f, k, channel_of_tile(kTile) + e % 2);
 #pragma unroll
-          for (int f = 0; f < kOuter; ++f) {
-#pragma unroll
-            for (int k = 0; k < kOwn; k += kVector) {
-              float some[kVector];
-#pragma unroll
-              for (int v = 0; v < kVector; ++v)
-                some[v] = sums[f * kPhasesW + (k + v) % kPhasesW][(k + v) / kPhasesW][kTile][e];
-              const int channel = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8 +
-                                  Layout::column(kTile, lane % 4 * 2 + e % 2);
-              *reinterpret_cast<Vector<Out, kVector>*>(line + f * lines * tile.args.store_line + k) =
-                  finished_of_line(some, at, f * kPhasesW, k, channel);
-            }
+            for (int v = 0; v < kVector; ++v)
+              own[r][v] = sums[f + (k + v) % kPhasesW][(k + v) / kPhasesW][kTile][e];
           }
-        }
+          finish_all<false>(runs, own);
+#pragma unroll
+          for (int r = 0; r < kRuns; ++r) {
+            const int e = (kStart + r) / (kOuter * kVectors), f = (kStart + r) / kVectors % kOuter;
+            const auto& at = e < 2 ? first : second;
+            if (!at.exists) continue;
+            Out* const line =
+                to + e % 2 * tile.args.store_pitch + start_of(at) + f * lines * tile.args.store_line;
+            *reinterpret_cast<Vector<Out, kVector>*>(line + (kStart + r) % kVectors * kVector) =
+                narrowed(own[r]);
+          }
+        });
       }
     });
   }

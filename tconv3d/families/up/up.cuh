@@ -349,11 +349,12 @@ struct Up {
         sums.at[i] = bias[layout.out_of_sum(i)];
         ptx::pin(sums.at[i]);
       }
+      const int n = divide(tile, args.by_tiles);
+      layout.prefetch(n, first_position(tile, n));  // memory works at the same time as the tensor cores
       multiply(sums, stage, who, parity);
       parity ^= 1u;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) ptx::pin(sums.at[i]);
-      const int n = divide(tile, args.by_tiles);
       layout.store(sums, n, first_position(tile, n));
       __syncwarp();
     }

@@ -191,38 +191,62 @@ struct UpContiguous : UpShape<C> {
   // The adjacent outputs that a lane has in one line of y.
   using Values = Vector<Scalar, (kAlongW == 1 ? 2 : 4)>;
 
-  // Returns the outputs of group j of 8 columns. With one tap along w a lane has two lines, and `which`
-  // selects one. `to` is the address of the lane's first output after exchange().
-  __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which, const Scalar* to, int n,
-                                              bool exists) const {
-    constexpr int kCount = static_cast<int>(sizeof(Values) / kItem);
-    float own[kCount];
+  // Lines of y per lane in a group of 8 columns, and outputs and runs of outputs per line before exchange():
+  // with four taps along w a lane has two taps of each of two positions.
+  static constexpr int kOwnLines = kAlongW == 1 ? 2 : 1, kCount = kAlongW == 1 ? 2 : 4;
+  static constexpr int kRunsOfLine = kAlongW == 4 ? 2 : 1, kRun = kCount / kRunsOfLine;
+  static constexpr int kLines = C::kColumns / 8 * kOwnLines;  // lines of a lane
+
+  // Where a lane's lines begin. The lines of other lanes and groups of columns follow at the same distances.
+  struct Begins {
+    Scalar* lines[kOwnLines];
+    bool inside;
+  };
+  __device__ __forceinline__ Begins begins(int n, int first, int lane) const {
+    const int position = first + own_position();
+    Scalar* const to = Shape::outputs(n, position) + (kAlongW == 4 ? lane % 2 * kAlongW : 0);
+    Begins found;
+    found.inside = position < args.positions;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) own[e] = sums.at[4 * j + (kAlongW == 1 ? 2 * e + which : e)];
-    finish_values(own, j * kGroupLines + lane % 4 * kGroupLines / 4 + which,
-                  to - static_cast<const Scalar*>(args.y), n, exists);
-    Values values;
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) values.at[e] = Narrow<Scalar>::from(own[e]);
-    return values;
+    for (int i = 0; i < kOwnLines; ++i)
+      found.lines[i] = to + (kComputed ? begin_of(lane % 4 * kGroupLines / 4 + i) : 0);
+    return found;
   }
-  // Applies the epilogue to a lane's sums of a line.
-  template <int kCount>
-  __device__ __forceinline__ void finish_values(float (&sums)[kCount], int line, long long offset, int n,
-                                                bool exists) const {
-    const int channel = (first_column / kAlongW + line) / kPlanes;
-    if constexpr (kAlongW == 4 && C::Epilogue::kHasOperands) {
-      // The sums are two taps of each of two positions: the first lane of two has taps 0 and 1, and `offset`
-      // names the first lane's first position and the second lane's second position.
-      const long long first = offset - lane % 2 * kAlongW + lane % 2 * 2;
-      float before[2] = {sums[0], sums[1]}, after[2] = {sums[2], sums[3]};
-      finish<C, false>(args, {n, channel, first, 1, exists ? 2 : 0}, before);
-      finish<C, false>(args, {n, channel, first + kAlongW, 1, exists ? 2 : 0}, after);
-      sums[0] = before[0], sums[1] = before[1], sums[2] = after[0], sums[3] = after[1];
-    } else {
-      finish<C, false>(args, {n, channel, offset, 1, exists ? kCount : 0}, sums);
+  static __device__ __forceinline__ int line_of(int index, int lane) {
+    return index / kOwnLines * kGroupLines + lane % 4 * kGroupLines / 4 + index % kOwnLines;
+  }
+  __device__ __forceinline__ bool has_line(int line) const {
+    return kColumnsAll % C::kColumns == 0 || first_column + line * kAlongW < kColumnsAll;
+  }
+  // Returns the address of the first output that a lane stores in its line `index`.
+  __device__ __forceinline__ Scalar* output_of(const Begins& begins, int index, int lane) const {
+    const long long further =
+        kComputed ? index / kOwnLines * (kGroupLines / kPlanes) * static_cast<long long>(args.y_strides.c)
+                  : table[line_of(index, lane)];
+    return begins.lines[index % kOwnLines] + further;
+  }
+  // Returns run `part` of a lane's line, before exchange(): the first lane of two has taps 0 and 1, and its
+  // address names its first position; that of the second lane names the second position.
+  __device__ __forceinline__ OutputRun run_of(const Begins& begins, int index, int part, int n,
+                                              int lane) const {
+    const int line = line_of(index, lane);
+    long long offset = output_of(begins, index, lane) - static_cast<const Scalar*>(args.y);
+    if constexpr (kAlongW == 4) offset += lane % 2 * 2 - lane % 2 * kAlongW + part * kAlongW;
+    return {n, (first_column / kAlongW + line) / kPlanes, offset, 1,
+            begins.inside && has_line(line) ? kRun : 0};
+  }
+
+  // Calls the whole tensors of a tile into L2.
+  __device__ __forceinline__ void prefetch(int n, int first) const {
+    if constexpr (OperandCounts<typename C::Epilogue>::kWholes > 0) {
+      int own = lane;
+      ptx::renew(own);  // Without this the compiler keeps every address until the sums are finished.
+      const Begins begin = begins(n, first, own);
+#pragma unroll
+      for (int i = 0; i < kLines; ++i) prefetch_run<C, false, kRun>(args, run_of(begin, i, 0, n, own));
     }
   }
+
   // With four taps along w, two lanes hold two taps each of the same two positions. After the exchange the
   // first lane has all taps of the first position, and the second lane all taps of the second.
   __device__ __forceinline__ void exchange(Values& values) const {
@@ -241,27 +265,32 @@ struct UpContiguous : UpShape<C> {
   }
 
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
-    constexpr int kOwn = kAlongW == 1 ? 2 : 1;  // lines of y per lane in a group of 8 columns
-    const int position = first + own_position(), local = lane % 4 * kGroupLines / 4;
-    const bool inside = position < args.positions;
-    if (kAlongW != 4 && !inside) return;  // no lane exchanges values with this one
-    Scalar* const to = Shape::outputs(n, position) + (kAlongW == 4 ? lane % 2 * kAlongW : 0);
-    Scalar* lines[kOwn];
+    const Begins begin = begins(n, first, lane);
+    if (kAlongW != 4 && !begin.inside) return;  // no lane exchanges values with this one
+    in_portions<kLines, portion_of<C>(kLines, kCount)>([&](auto start, auto count) {
+      constexpr int kStart = decltype(start)::value, kPortion = decltype(count)::value;
+      OutputRun runs[kPortion * kRunsOfLine];
+      float own[kPortion * kRunsOfLine][kRun];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) lines[i] = to + (kComputed ? begin_of(local + i) : 0);
+      for (int i = 0; i < kPortion * kRunsOfLine; ++i) {
+        const int index = kStart + i / kRunsOfLine, part = i % kRunsOfLine;
+        runs[i] = run_of(begin, index, part, n, lane);
 #pragma unroll
-    for (int j = 0; j < C::kColumns / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int line = j * kGroupLines + local + i;
-        const bool there = kColumnsAll % C::kColumns == 0 || first_column + line * kAlongW < kColumnsAll;
-        Scalar* const own = lines[i] + (kComputed ? 0 : table[line]);
-        Values values = values_of(sums, j, i, own, n, inside && there);
-        if constexpr (kAlongW == 4) exchange(values);
-        if (inside && there) store_vector(own, values);
-        if constexpr (kComputed) lines[i] += kGroupLines / kPlanes * args.y_strides.c;
+        for (int e = 0; e < kRun; ++e)
+          own[i][e] =
+              sums.at[4 * (index / kOwnLines) + (kAlongW == 1 ? 2 * e + index % kOwnLines : part * kRun + e)];
       }
-    }
+      finish_runs<C, false>(args, runs, own);
+#pragma unroll
+      for (int i = 0; i < kPortion; ++i) {
+        Values values;
+#pragma unroll
+        for (int e = 0; e < kCount; ++e)
+          values.at[e] = Narrow<Scalar>::from(own[i * kRunsOfLine + e / kRun][e % kRun]);
+        if constexpr (kAlongW == 4) exchange(values);
+        if (runs[i * kRunsOfLine].present > 0) store_vector(output_of(begin, kStart + i, lane), values);
+      }
+    });
   }
 };
 
@@ -416,33 +445,100 @@ struct UpChannelsLast : UpShape<C> {
     }
   }
 
+  static constexpr int kBlocks = C::kColumns / kBlock, kTapBlocks = kOutTile / kBlock;
+  // Returns where the outputs of a block of columns lie, from those of the block's first channel and tap on.
+  __device__ __forceinline__ long long further(int block) const {
+    const int tap = first_tap + block / kTapBlocks, in_tile = block % kTapBlocks * kBlock;
+    const int kw = tap % C::kKernelW, kh = tap / C::kKernelW % C::kKernelH;
+    const int kd = tap / (C::kKernelW * C::kKernelH);
+    return kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile;
+  }
+  // Returns the run of a lane's channels in a block of columns. `to` is the lane's first output of a position
+  // in the block's first tap, or null if the position does not exist.
+  __device__ __forceinline__ OutputRun run_of(const Scalar* to, int block, int n, int lane) const {
+    const int channel = out + block % kTapBlocks * kBlock + lane % 4 * kPieceItems;
+    return {n, channel, to - static_cast<const Scalar*>(args.y) + further(block), 1,
+            to != nullptr && (C::kOut % kOutTile == 0 || channel < C::kOut) ? kPieceItems : 0};
+  }
+
+  // Calls the whole tensors of a tile into L2.
+  __device__ __forceinline__ void prefetch(int n, int first) const {
+    if constexpr (OperandCounts<typename C::Epilogue>::kWholes > 0) {
+      int own = lane;
+      ptx::renew(own);  // Without this the compiler keeps every address until the sums are finished.
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        const int position = first + own_position(i % 2);
+        const Scalar* const to =
+            position < args.positions ? Shape::outputs(n, position) + out + own % 4 * kPieceItems : nullptr;
+        prefetch_run<C, true, kPieceItems>(args, run_of(to, i / 2, n, own));
+      }
+    }
+  }
+
+  // Finishes the sums of several blocks of a position, with the vectors of a lane's channels, [block of a
+  // tap].
+  template <int kStart, int kRuns, class Vectors>
+  __device__ __forceinline__ void finish_blocks(const Scalar* to, int n, const Vectors (&vectors)[kTapBlocks],
+                                                float (&own)[kRuns][kPieceItems]) const {
+    OutputRun runs[kRuns];
+    Vectors same[kRuns];
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      runs[r] = run_of(to, kStart + r, n, lane);
+      same[r] = vectors[(kStart + r) % kTapBlocks];
+    }
+    finish_with<C, true>(args, runs, same, own);
+  }
+
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
-    constexpr int kBlocks = C::kColumns / kBlock, kTapBlocks = kOutTile / kBlock;
+    using Vectors =
+        typename Choose<C::Epilogue::kHasOperands, ChannelVectors<C, float, kPieceItems>, int>::type;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = first + own_position(half);
       if (position >= args.positions) return;
       Scalar* const to = Shape::outputs(n, position) + out + lane % 4 * kPieceItems;
+      // The vectors of a lane's channels, which all taps share.
+      [[maybe_unused]] Vectors vectors[kTapBlocks];
+      if constexpr (C::Epilogue::kHasOperands) {
+        // Without this the compiler loads the vectors before the products, and keeps them.
+        int item = n;
+        if constexpr (Vectors::kVectors > 0) ptx::renew(item);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int tap = first_tap + block / kTapBlocks, in_tile = block % kTapBlocks * kBlock;
-        const int kw = tap % C::kKernelW, kh = tap / C::kKernelW % C::kKernelH;
-        const int kd = tap / (C::kKernelW * C::kKernelH);
-        if (C::kOut % kOutTile != 0 && out + in_tile + lane % 4 * kPieceItems >= C::kOut) continue;
-        Scalar* const own =
-            to + kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile;
-        float some[kPieceItems];
-#pragma unroll
-        for (int e = 0; e < kPieceItems; ++e)
-          some[e] = sums.at[4 * (block * kBlockGroups + e / 2) + 2 * half + e % 2];
-        const OutputRun run{n, out + in_tile + lane % 4 * kPieceItems,
-                            own - static_cast<const Scalar*>(args.y), 1, kPieceItems};
-        finish<C, true>(args, run, some);
-        Vector<Scalar, kPieceItems> values;
-#pragma unroll
-        for (int e = 0; e < kPieceItems; ++e) values.at[e] = Narrow<Scalar>::from(some[e]);
-        store_vector(own, values);
+        for (int i = 0; i < kTapBlocks; ++i) {
+          const int channel = out + i * kBlock + lane % 4 * kPieceItems;
+          vectors[i] = Vectors::load(args, item, channel, C::kOut - channel);
+        }
       }
+      in_portions<kBlocks, portion_of<C>(kBlocks, kPieceItems)>([&](auto start, auto count) {
+        constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
+        float own[kRuns][kPieceItems];
+#pragma unroll
+        for (int r = 0; r < kRuns; ++r) {
+#pragma unroll
+          for (int e = 0; e < kPieceItems; ++e)
+            own[r][e] = sums.at[4 * ((kStart + r) * kBlockGroups + e / 2) + 2 * half + e % 2];
+        }
+        if constexpr (C::Epilogue::kHasOperands) {
+          finish_blocks<kStart>(to, n, vectors, own);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRuns * kPieceItems; ++i) {
+            float& sum = own[i / kPieceItems][i % kPieceItems];
+            sum = C::Epilogue::apply(sum);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRuns; ++r) {
+          const int in_tile = (kStart + r) % kTapBlocks * kBlock;
+          if (C::kOut % kOutTile != 0 && out + in_tile + lane % 4 * kPieceItems >= C::kOut) continue;
+          Vector<Scalar, kPieceItems> values;
+#pragma unroll
+          for (int e = 0; e < kPieceItems; ++e) values.at[e] = Narrow<Scalar>::from(own[r][e]);
+          store_vector(to + further(kStart + r), values);
+        }
+      });
     }
   }
 };

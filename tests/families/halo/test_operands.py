@@ -67,13 +67,13 @@ def check(case: Case) -> None:
     problem = replace(tensors.problem, tail=TAIL, tail_vectors=2, tail_wholes=2)
     plan = halo_planner.plan_build(build_for(case), job_of(problem), DEVICE)
     assert plan is not None
-    sizes = 2, 2, case.batch, case.out_channels, prod(problem.output_size)
+    sizes = 2, 2, case.out_channels, prod(problem.output_size)
     plan = replace(
         plan, main=with_tail(plan.main, *sizes), sum=None if plan.sum is None else with_tail(plan.sum, *sizes)
     )
     assert plan.build.division is not Division.BLOCKS, "portions have no epilogue"
     random = torch.Generator().manual_seed(2)
-    vectors = torch.randn(2, case.batch, case.out_channels, generator=random)
+    vectors = torch.randn(case.batch, case.out_channels, 2, generator=random)
     wholes = [torch.empty_like(tensors.y).copy_(torch.randn(tensors.y.shape, generator=random)) for _ in range(2)]
     places = {f"tail_whole_{i}": whole.data_ptr() for i, whole in enumerate(wholes)}
     tensors.run(plan, tail_vectors=vectors.data_ptr(), **places)
@@ -82,7 +82,8 @@ def check(case: Case) -> None:
     z = F.conv_transpose3d(
         x, weight, bias, case.stride, case.padding, case.output_padding, case.groups, case.dilation
     )
-    scale, shift = vectors.double()[..., None, None, None]
+    scale, shift = vectors.double().unbind(-1)
+    scale, shift = scale[..., None, None, None], shift[..., None, None, None]
     exact = z * scale + shift + wholes[0].double() * wholes[1].double()
     error = ((tensors.y.double() - exact).norm() / exact.norm()).item()
     assert error < TOLERANCE[case.dtype], (error, plan.build, plan.tiling)

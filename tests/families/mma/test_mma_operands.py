@@ -69,8 +69,8 @@ def test_every_output_gets_the_operands_of_its_place(name: str) -> None:
 MUTANTS = {
     "the operands of the line's start": ("w = to.w + k * kStepW", "w = to.w", "pairs of 16-bit outputs"),
     "another group's vectors": (
-        "{n, tile.group * C::kOuts + channel,",
-        "{n, channel,",
+        "{to.n, first, to.n *",
+        "{to.n, channel, to.n *",
         "channels last, odd channels",
     ),
 }
