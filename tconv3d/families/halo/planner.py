@@ -25,7 +25,7 @@ from math import inf
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Triple
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.side import Side
@@ -49,7 +49,9 @@ MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 AS_GOOD = 1.03  # ratio of predicted times up to which two builds count as equally fast
 SPREAD = 1.04  # ratio of predicted times: the last tiles are divided only if that saves at least 4%
 TORN = 1.01  # factor on the predicted time of builds that write partial sectors, among equally fast builds
-UNMEASURED = 1.1  # factor on the predicted time of builds on lines with more tiles than any measured build
+# Factor on the predicted time of builds that nobody has measured: on lines with more tiles than any measured build,
+# and with moments where builds without them take lines.
+UNMEASURED = 1.1
 HOPELESS = 1.5  # ratio to the best predicted time above which tuning does not measure a build
 TUNED = ".tuned"  # suffix of measured choices in the disk cache
 
@@ -75,7 +77,7 @@ def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
         return (build for each in nearest(job.all_positions, volumes) if (build := own(each)) is not None)
 
     return _repertoire.choose(
-        (replace(nominal, kind=0, lines=False), shared_bytes, multiprocessors),
+        (replace(nominal, kind=0, lines=False), job.norm is not None, shared_bytes, multiprocessors),
         (job.batch, job.read_size, job.written_size),
         lambda: own(job),
         typical,
@@ -83,7 +85,7 @@ def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     )
 
 
-_repertoire = Repertoire[tuple[Nominal, int, int], tuple[int, Triple, Triple], Build]()
+_repertoire = Repertoire[tuple[Nominal, bool, int, int], tuple[int, Triple, Triple], Build]()
 
 
 @lru_cache(maxsize=1024)
@@ -232,8 +234,25 @@ def why_not(problem: Problem, device: Device) -> str | None:
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that the family computes
 
 
+def leaves_moments(problem: Problem) -> bool:
+    """Tells whether the kernel stores the moments of its outputs for a norm that follows."""
+    return problem.which is Pass.FORWARD and problem.norm is not None
+
+
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    return offers.one_by_one(PASSES, "halo", wanted, device, why_not, work, plan)
+    found = offers.one_by_one(PASSES, "halo", wanted, device, why_not, work, plan)
+    return [_with_surcharge(answer) for answer in found]
+
+
+def _with_surcharge(answer: Answer) -> Answer:
+    """Returns the answer at a price above the predicted time if its build leaves moments in place of taking lines.
+
+    Lines of input as they lie in memory leave no moments. The model is fitted to the best builds of a layer without a
+    norm, and has hardly seen the others where lines can be taken.
+    """
+    if isinstance(answer, Offer) and answer.problem.norm and Nominal.of(job_of(answer.problem)).lines:
+        return replace(answer, surcharge=answer.surcharge * UNMEASURED)
+    return answer
 
 
 def work(problem: Problem, device: Device) -> Work:
