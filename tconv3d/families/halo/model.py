@@ -22,7 +22,6 @@ from .tiling import Tiling
 
 SHARED_BYTES = 128  # bytes per cycle of shared memory
 COPY_BYTES = 512  # bytes of an asynchronous copy by a warp
-FREE_BANDS = 2  # bands of a lane whose running moments take no time besides the arithmetic of their values
 NARROW = 64  # most columns of a matrix instruction that is bound by the bandwidth of shared memory
 
 
@@ -113,10 +112,8 @@ def _moment_cycles(build: Build, job: Job, rounds: int, planes: float, costs: Co
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
-    band = moment_band(build, job)
-    of_a_lane = build.tile.outputs // (4 if band == 1 else max(band, 8)) * build.tile.groups
-    further = max(0, of_a_lane - FREE_BANDS)
-    return outputs / 32 * costs.moment + rounds * planes * further * costs.band
+    narrow = build.tile.outputs // 4 * build.tile.groups if moment_band(build, job) == 1 else 0
+    return outputs / 32 * costs.moment + rounds * planes * narrow * costs.narrow_band
 
 
 def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:

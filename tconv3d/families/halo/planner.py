@@ -23,7 +23,7 @@ from itertools import chain
 from math import inf
 
 from ...planning import offers, tensor_cores
-from ...planning.calibration import Work
+from ...planning.calibration import DERIVED_SURCHARGE, Work
 from ...planning.geometry import Triple
 from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
@@ -49,9 +49,7 @@ MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 AS_GOOD = 1.03  # ratio of predicted times up to which two builds count as equally fast
 SPREAD = 1.04  # ratio of predicted times: the last tiles are divided only if that saves at least 4%
 TORN = 1.01  # factor on the predicted time of builds that write partial sectors, among equally fast builds
-# Factor on the predicted time of builds that nobody has measured: on lines with more tiles than any measured build,
-# and with moments where builds without them take lines.
-UNMEASURED = 1.1
+UNMEASURED = 1.1  # factor on the predicted time of builds on lines with more tiles than any measured build
 HOPELESS = 1.5  # ratio to the best predicted time above which tuning does not measure a build
 TUNED = ".tuned"  # suffix of measured choices in the disk cache
 
@@ -248,10 +246,10 @@ def _with_surcharge(answer: Answer) -> Answer:
     """Returns the answer at a price above the predicted time if its build leaves moments in place of taking lines.
 
     Lines of input as they lie in memory leave no moments. The model is fitted to the best builds of a layer without a
-    norm, and has hardly seen the others where lines can be taken.
+    norm, and has hardly seen the others where lines can be taken: the price is as for derived rates.
     """
     if isinstance(answer, Offer) and answer.problem.norm and Nominal.of(job_of(answer.problem)).lines:
-        return replace(answer, surcharge=answer.surcharge * UNMEASURED)
+        return replace(answer, surcharge=answer.surcharge * DERIVED_SURCHARGE)
     return answer
 
 
