@@ -23,6 +23,7 @@
 
 #include "epilogue.cuh"
 #include "few_channels.cuh"
+#include "few_inputs_moments.cuh"
 
 namespace tconv3d {
 
@@ -46,11 +47,23 @@ struct FewInputs {
   static_assert(C::kPhases % C::kTogether == 0 && (C::kTogether == 1 || C::kOutputStepW == C::kTogether),
                 "phases that are computed together are all those along w");
 
+  // The moments for a norm are of the sums behind the epilogue, which then come to the stores finished.
+  static constexpr bool kLeavesMoments = C::Epilogue::kLeavesMoments;
+  using Stored = typename Choose<kLeavesMoments, FewFinished<C>, C>::type;
+  static constexpr int moment_words() {
+    if constexpr (kLeavesMoments) {
+      return FewMoments<C>::kWords;
+    } else {
+      return 0;
+    }
+  }
+
   // Shared memory holds the weights as [step][column tile][lane][2], the offset of every K index in the
-  // part of x, the bias, and two buffers for parts.
+  // part of x, the bias, the moments of every thread if there are any, and two buffers for parts.
   static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
   static constexpr int kBias = kPlaces + kSteps * kStepItems;
-  static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;
+  static constexpr int kMoments = (kBias + C::kBlockOut + 3) / 4 * 4;
+  static constexpr int kParts = kMoments + moment_words();
 
   static_assert(!C::kPairedTiles || C::kPassTiles % 2 == 0, "a pass has both tiles of a pair");
 
@@ -205,7 +218,8 @@ struct FewInputs {
   template <bool kChannels, int kRun>
   __device__ __forceinline__ Vector<Scalar, kRun> outputs(float (&sums)[kRun], const Scalar* to, int n,
                                                           int channel, long long step, int present) const {
-    finish<C, kChannels>(args, {n, channel, to - static_cast<const Scalar*>(args.y), step, present}, sums);
+    finish<Stored, kChannels>(args, {n, channel, to - static_cast<const Scalar*>(args.y), step, present},
+                              sums);
     Vector<Scalar, kRun> values;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values.at[i] = Narrow<Scalar>::from(sums[i]);
@@ -353,6 +367,37 @@ struct FewInputs {
     }
   }
 
+  // Returns how many of the lane's positions of every row tile exist, for phases f to f + kTogether - 1. The
+  // tile is looked up again, which takes no registers before.
+  __device__ __forceinline__ auto existing(int index, int f) const {
+    const TileOrigin tile = tile_at(index, args.tiles);
+    constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
+    typename FewMoments<C>::Existing found;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
+      const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
+      const int w = (tile.w + row_w[m]) * C::kOutputStepW + f % C::kOutputStepW;
+      const bool line = row_d[m] >= 0 && d < args.y_size.d && h < args.y_size.h;
+      const int room = line ? args.y_size.w - w : 0;
+      found.of[m] = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * C::kTogether; ++i) {
+        const int further = i / C::kTogether * C::kOutputStepW + i % C::kTogether;
+        found.of[m] += further < room ? 1 : 0;
+      }
+    }
+    return found;
+  }
+  __device__ __forceinline__ auto own_moments() const {
+    if constexpr (kLeavesMoments) {
+      auto* const kept = reinterpret_cast<Moments<float>*>(shared + kMoments);
+      return FewMoments<C>{args, kept, warp, lane, group, first_out};
+    } else {
+      return 0;
+    }
+  }
+
   __device__ __forceinline__ void copy(int index, int buffer) const {
     part().copy(tile_at(index, args.tiles), part_at(buffer));
     ptx::copy_commit();
@@ -365,6 +410,7 @@ struct FewInputs {
     const int step = gridDim.x / kKinds;
     int index = blockIdx.x / kKinds, buffer = 0;
     if (index < args.tiles.count) copy(index, buffer);
+    const auto moments = own_moments();
     for (; index < args.tiles.count; index += step) {
       const TileOrigin tile = tile_at(index, args.tiles);
       const Scalar* copied = part_at(buffer);
@@ -374,17 +420,21 @@ struct FewInputs {
       __syncthreads();
       buffer ^= 1;
       if (index + step < args.tiles.count) copy(index + step, buffer);
+      if constexpr (kLeavesMoments) moments.begin(index, step, tile.n);
       for (int f = 0; f < C::kPhases; f += C::kTogether) {
         for (int pass = 0; pass < kPasses; ++pass) {
           start_from_bias(pass);
 #pragma unroll
           for (int together = 0; together < C::kTogether; ++together)
             multiply(copied, f + together, pass, sum[together]);
+          if constexpr (kLeavesMoments) moments.activate(sum);
 #pragma unroll
           for (int m = 0; m < C::kRowTiles; ++m) store_rows(tile, m, f, pass);
+          if constexpr (kLeavesMoments) moments.add(sum, existing(index, f), pass);
         }
       }
     }
+    if constexpr (kLeavesMoments) moments.store(index, step, tile_at(index - step, args.tiles).n);
   }
 };
 

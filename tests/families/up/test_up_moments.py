@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Layer, Triple, poisoned, to_tf32
-from mutants import kernel_from, mutate
+from mutants import kernel_from, mutate_kernel
 from preferred import forgetting, only, preferring
 from problems import H200, problem
 from torch import Tensor
@@ -248,7 +248,7 @@ MUTANTS = {
     "the weight of an empty half": ("second / (first + second)", "0.5f"),
     "no distance of means": (" + step * distance * step}", "}"),
     "lanes that share a unit": ("distance >= 4 || distance < kSharing", "distance >= 4"),
-    "the second half of the units": ("share.first += kHalf;", ""),
+    "the second half of the units": ("of.first += kHalf;", ""),
     "another lane's half": ("given = upper ? given : second;", "given = upper ? second : given;"),
     "the slot of another consumer": ("rank * 4 + warp", "rank / 2 * 8 + warp"),
     "the epilogue": ("C::Epilogue::apply(sums.at[i])", "sums.at[i]"),
@@ -262,7 +262,7 @@ def test_mutants_are_found(name: str, tmp_path: Path, only_up: str, monkeypatch:
     if only_up != "cpu":
         pytest.skip("the emulator takes other headers")
     text, replacement = MUTANTS[name]
-    mutate("up_moments", text, replacement, tmp_path / "kernels")
+    mutate_kernel("up", text, replacement, tmp_path / "kernels")
     case = tiled(monkeypatch, "one channel, odd number of units")
     operands = operands_of(case, only_up)
     with kernel_from(tmp_path / "kernels", "up"), pytest.raises(AssertionError):
