@@ -182,6 +182,15 @@ def test_weights_that_are_kept_in_order(name: str, only_up: str, monkeypatch: py
     assert task.packing is not None and "start" in vars(task.packing)  # which the third call made
 
 
+def test_a_pass_behind_weights_that_are_kept(only_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel leaves no moments, the pass also follows the launches that find the weight packed."""
+    case = tiled(monkeypatch, "three batch items, ragged tiles")
+    monkeypatch.setattr(up, "leaves_moments", lambda _: False)
+    operands = operands_of(case, only_up)
+    first, *others = [check(case, operands, keep=True) for _ in range(3)]
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("name", ["three batch items, ragged tiles", "channels last, odd taps"])
 def test_a_large_mean_does_not_drown_the_deviations(name: str, only_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of squares of values near 1000 has few digits left for deviations of about 1."""
