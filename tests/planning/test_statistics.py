@@ -10,6 +10,7 @@ from preferred import forgetting
 from problems import A100, H200, problem
 
 from tconv3d.planning import calibration, planner, repertoire, statistics
+from tconv3d.planning.calibration import Work
 from tconv3d.planning.offers import Offer, Refusal
 from tconv3d.planning.problem import Device, Norm, Pass, Problem
 
@@ -86,6 +87,22 @@ def test_a_layer_with_and_without_a_norm_has_a_build_for_each(first: str) -> Non
         together = {each.norm: planner.plan(each, H200) for each in (both if first == "norm" else both[::-1])}
         assert [together[each.norm] for each in both] == alone
         assert repertoire.TYPICAL
+
+
+def test_the_dearer_way_is_not_searched_where_its_bound_tells_enough() -> None:
+    """Both ways of a family have bounds; the second is counted only if its bound is below the price of the first."""
+    wanted = normed(WIDE, "bfloat16", 4)
+    offer = offers(wanted, A100)["mma"]
+    assert isinstance(offer, statistics.Cheaper) and offer.least is not None
+
+    def refuse() -> Work:
+        raise AssertionError("the work was counted")
+
+    way = offer.ways[0]
+    dearer = replace(way, work=refuse, behind=10 * way.microseconds)
+    assert statistics.Cheaper.of(dearer, way).taken is way
+    with pytest.raises(AssertionError):
+        assert statistics.Cheaper.of(replace(way, work=refuse), way).price
 
 
 def test_ways_are_joined_by_kernel() -> None:
