@@ -92,10 +92,24 @@ def microseconds(kernel: str, problem: Problem, work: Work, device: Device, kind
 
 def pass_microseconds(problem: Problem, device: Device) -> float:
     """Returns the predicted time of a pass that reads a forward pass's result and writes what follows it."""
-    gpu = gpus.known(device) or GPUS[REFERENCE]
-    y = problem.batch * problem.geometry.out_channels * prod(problem.output_size) * problem.item_bytes
+    y = _result_bytes(problem)
     written = y // problem.geometry.out_channels if problem.per_position else y
-    return DEFAULT["launches"] + (y + written) / (gpu.copy * 1e6)
+    return _moving_microseconds(y + written, device)
+
+
+def reading_microseconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted time of a pass that reads a forward pass's result and writes next to nothing."""
+    return _moving_microseconds(_result_bytes(problem), device)
+
+
+def _result_bytes(problem: Problem) -> int:
+    return problem.batch * problem.geometry.out_channels * prod(problem.output_size) * problem.item_bytes
+
+
+def _moving_microseconds(moved: int, device: Device) -> float:
+    """Returns the time of a launch that moves this number of bytes at the bandwidth of a copy."""
+    gpu = gpus.known(device) or GPUS[REFERENCE]
+    return DEFAULT["launches"] + moved / (gpu.copy * 1e6)
 
 
 def program_cycles(problem: Problem, device: Device) -> float:

@@ -41,6 +41,7 @@ class Offer:
     least: Work | None = None
     kind: str = ""  # kind of the rates (`calibration.kind_of`); the kind of `problem` by default
     surcharge: float = 1.0  # factor from the predicted time to the price, for predictions that may be far too low
+    behind: float = 0.0  # microseconds of a launch that the planner adds behind those of the family's plan
 
     @property
     def rates(self) -> str:
@@ -50,19 +51,21 @@ class Offer:
     @cached_property
     def microseconds(self) -> float:
         """The predicted time in microseconds; infinite if nobody has measured such a call."""
-        return calibration.microseconds(self.kernel, self.problem, self.work(), self.device, self.kind)
+        own = calibration.microseconds(self.kernel, self.problem, self.work(), self.device, self.kind)
+        return own + self.behind
 
     @property
     def price(self) -> float:
         """The time in microseconds by which the planner compares this offer with others."""
-        return self.microseconds * self.surcharge
+        return (self.microseconds - self.behind) * self.surcharge + self.behind
 
     @cached_property
     def least_microseconds(self) -> float:
         """A lower bound of the predicted time in microseconds; 0 if the family gives none."""
         if self.least is None:
             return 0.0
-        return calibration.microseconds(self.kernel, self.problem, self.least, self.device, self.kind)
+        own = calibration.microseconds(self.kernel, self.problem, self.least, self.device, self.kind)
+        return own + self.behind
 
     def plan(self) -> Plan:
         return replace(self.make(), passes=self.passes)

@@ -5,9 +5,11 @@ wanted passes in the least predicted time. Wanted is one pass, or the gradients 
 may compute several. Launches of gradients may name any of "dy", "x", "weight", "null", "dx", "dw", "db", "workspace"
 and the regions of their workspace.
 
-The planner adds the launches for the statistics of a following norm. A family only declares `HAS_EPILOGUE` if its
-kernel applies `Problem.activation`, `HOLDS_CHANNELS` if its kernel also runs programs over channels, and
-`Plan.moments` if its kernel writes the moments for the statistics.
+The planner adds the launches for the statistics of a following norm, and their price. A family only declares
+`HAS_EPILOGUE` if its kernel applies `Problem.activation`, and `HOLDS_CHANNELS` if its kernel also runs programs over
+channels. A family whose kernel writes the moments for the statistics has a function `leaves_moments`, which tells for
+which problems, and sets `Plan.moments`. It is asked with the norm and without it, all others only without it
+(`statistics.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from ..families.weight_grad import hopper as hopper_weight_grad_planner
 from ..families.weight_grad import rows as rows_weight_grad_planner
 from ..families.weight_grad import via_contiguous as turned_planner
 from ..families.weight_grad import warps as weight_grad_planner
-from . import aligning, calibration, folding, repertoire
+from . import aligning, calibration, folding, repertoire, statistics
 from .arguments import with_tail
 from .geometry import Geometry
 from .launch import Launch
@@ -144,18 +146,41 @@ def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answe
 
     `pytorch`: PyTorch's operator may compute the call, so that it is asked too.
     """
-    found: list[Answer] = []
     limit = _only_direct(wanted)
+    if any(problem.norm for problem in wanted.values()):
+        found = _answers_with_norm(wanted, device, limit)
+    else:
+        found = _answers(wanted, device, limit)
+    return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
+
+
+def _answers(wanted: Wanted, device: Device, limit: str | None) -> list[Answer]:
+    """Returns the answers of this library's families; `limit` says why only the direct family is asked, if it is."""
+    found: list[Answer] = []
     for name, family in FAMILIES:
         if limit is not None and family is not direct_planner:
             found.append(Refusal(name, tuple(wanted), limit))
-            continue
-        for answer in family.offer(wanted, device):
-            found.append(_with_epilogue(answer, family, wanted))
+        else:
+            found += _asked(family, wanted, device)
     found += folding.answers(wanted, device, taken, plan_of)
     if limit is None:
         found += aligning.answers(wanted, device, taken, plan_of)
-    return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
+    return found
+
+
+def _answers_with_norm(wanted: Wanted, device: Device, limit: str | None) -> list[Answer]:
+    """Returns the answers for a forward pass whose result needs statistics."""
+    (problem,) = wanted.values()
+    leaving: list[Answer] = []
+    for _, family in FAMILIES if limit is None else ():
+        if hasattr(family, "leaves_moments") and family.leaves_moments(problem):
+            leaving += _asked(family, wanted, device)
+    plain = _answers(statistics.without_norm(wanted), device, limit)
+    return statistics.answers(plain, leaving, wanted, device)
+
+
+def _asked(family: ModuleType, wanted: Wanted, device: Device) -> list[Answer]:
+    return [_with_epilogue(answer, family, wanted) for answer in family.offer(wanted, device)]
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:

@@ -34,12 +34,14 @@ FEW_INPUTS = Arguments(
     w=CONST_POINTER("The weight."),
     bias=CONST_POINTER("The bias, or null."),
     y=POINTER("The tensor that is written: the output, or dx."),
+    moments=POINTER("The moments of the outputs (few_inputs_moments.cuh), or null."),
     x_strides=STRIDES("Strides of x."),
     y_strides=STRIDES("Strides of y."),
     w_strides=STRIDES("Strides of w: n for the channel that is summed over, c for the one of y, d, h, w for taps."),
     w_group_stride=INT64("Elements of w from one group of channels to the next."),
     x_size=EXTENT("Size of x."),
     y_size=EXTENT("Size of y."),
+    moment_slots=INT32("Moments of each unit of channels of a batch item."),
     tiles=_TILES("The tiles of positions."),
 )
 FEW_OUTPUTS = Arguments(

@@ -23,6 +23,7 @@
 
 #include "epilogue.cuh"
 #include "few_channels.cuh"
+#include "few_inputs_moments.cuh"
 
 namespace tconv3d {
 
@@ -46,11 +47,23 @@ struct FewInputs {
   static_assert(C::kPhases % C::kTogether == 0 && (C::kTogether == 1 || C::kOutputStepW == C::kTogether),
                 "phases that are computed together are all those along w");
 
+  // The moments for a norm are of the sums behind the epilogue, which then come to the stores finished.
+  static constexpr bool kLeavesMoments = C::Epilogue::kLeavesMoments;
+  using Stored = typename Choose<kLeavesMoments, FewFinished<C>, C>::type;
+  static constexpr int moment_words() {
+    if constexpr (kLeavesMoments) {
+      return FewMoments<C>::kWords;
+    } else {
+      return 0;
+    }
+  }
+
   // Shared memory holds the weights as [step][column tile][lane][2], the offset of every K index in the
-  // part of x, the bias, and two buffers for parts.
+  // part of x, the bias, the moments of every thread if there are any, and two buffers for parts.
   static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
   static constexpr int kBias = kPlaces + kSteps * kStepItems;
-  static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;
+  static constexpr int kMoments = (kBias + C::kBlockOut + 3) / 4 * 4;
+  static constexpr int kParts = kMoments + moment_words();
 
   static_assert(!C::kPairedTiles || C::kPassTiles % 2 == 0, "a pass has both tiles of a pair");
 
@@ -291,7 +304,7 @@ struct FewInputs {
   // Calls the whole tensors of the outputs of a pass into L2. This comes before the products, so that memory
   // works at the same time as the tensor cores.
   __device__ __forceinline__ void prefetch(const TileOrigin& tile, int f, int pass) const {
-    if constexpr (OperandCounts<typename C::Epilogue>::kWholes > 0) {
+    if constexpr (OperandCounts<typename Stored::Epilogue>::kWholes > 0) {
       int own = lane;
       ptx::renew(own);  // Without this the compiler keeps every address until the sums are finished.
 #pragma unroll
@@ -299,11 +312,12 @@ struct FewInputs {
         const Rows at = rows(tile, m, f, pass, own);
         if constexpr (C::kSpread || C::kRunAlongW) {
 #pragma unroll
-          for (int i = 0; i < 2 * C::kPassTiles; ++i) prefetch_run<C, false, kRunW>(args, run_along_w(at, i));
+          for (int i = 0; i < 2 * C::kPassTiles; ++i)
+            prefetch_run<Stored, false, kRunW>(args, run_along_w(at, i));
         } else {
 #pragma unroll
           for (int i = 0; i < C::kPassTiles / kTilesAtOnce * kRunW; ++i)
-            prefetch_run<C, true, kRunC>(args, run_along_c(at, i / kRunW * kTilesAtOnce, i % kRunW));
+            prefetch_run<Stored, true, kRunC>(args, run_along_c(at, i / kRunW * kTilesAtOnce, i % kRunW));
         }
       }
     }
@@ -339,20 +353,20 @@ struct FewInputs {
     const bool whole =
         first.room >= kRunW && step_c % kRunW == 0 &&
         reinterpret_cast<unsigned long long>(y + first.offset) % sizeof(Vector<Scalar, kRunW>) == 0;
-    constexpr int kMost = OperandCounts<typename C::Epilogue>::kVectors > 2 ? kAll / 2 : kAll;
-    in_portions<kAll, portion_of<C>(kMost, kRunW)>([&](auto start, auto count) {
+    constexpr int kMost = OperandCounts<typename Stored::Epilogue>::kVectors > 2 ? kAll / 2 : kAll;
+    in_portions<kAll, portion_of<Stored>(kMost, kRunW)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
       OutputRun runs[kRuns];
       float sums[kRuns][kRunW];
       Rows at = first;
       // Without this the compiler loads all vectors at once, and keeps them.
-      if constexpr (OperandCounts<typename C::Epilogue>::kVectors > 0) ptx::renew(at.n);
+      if constexpr (OperandCounts<typename Stored::Epilogue>::kVectors > 0) ptx::renew(at.n);
 #pragma unroll
       for (int r = 0; r < kRuns; ++r) {
         runs[r] = run_along_w(at, kStart + r);
         take_along_w(m, kStart + r, sums[r]);
       }
-      finish_runs<C, false>(args, runs, sums);
+      finish_runs<Stored, false>(args, runs, sums);
 #pragma unroll
       for (int r = 0; r < kRuns; ++r) {
         const int further = (kStart + r) / 2 * 8 + (kStart + r) % 2;
@@ -372,7 +386,7 @@ struct FewInputs {
     Scalar* const y = static_cast<Scalar*>(args.y);
     const long long offset = static_cast<long long>(at.offset) + own - 2 * own * step_c;
     const int channels = own < at.room ? C::kOutPerGroup - first : 0;
-    in_portions<kAll, portion_of<C>(kAll, kRunW)>([&](auto start, auto count) {
+    in_portions<kAll, portion_of<Stored>(kAll, kRunW)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value * kRunW;
       OutputRun runs[kRuns];
       float sums[kRuns][1];
@@ -390,7 +404,7 @@ struct FewInputs {
                                  channel < channels ? 1 : 0};
         }
       }
-      finish_runs<C, false>(args, runs, sums);
+      finish_runs<Stored, false>(args, runs, sums);
 #pragma unroll
       for (int r = 0; r < kRuns; ++r) {
         if (runs[r].present > 0) y[runs[r].offset] = Narrow<Scalar>::from(sums[r][0]);
@@ -400,7 +414,7 @@ struct FewInputs {
 
   // Stores two neighbouring channels at a time, or four out of a pair of column tiles.
   __device__ __forceinline__ void store_along_c(const Rows& at, int m) const {
-    constexpr int kPortion = portion_of<C>(kRunW, kRunC);
+    constexpr int kPortion = portion_of<Stored>(kRunW, kRunC);
     Scalar* const y = static_cast<Scalar*>(args.y);
     const Index step_w = static_cast<Index>(args.y_strides.w);
     const bool aligned =
@@ -418,7 +432,7 @@ struct FewInputs {
         for (int e = 0; e < kRunC; ++e)
           sums[r][e] = sum[i % C::kTogether][m][column + e / 2][i / C::kTogether * 2 + e % 2];
       }
-      finish_runs<C, true>(args, runs, sums);
+      finish_runs<Stored, true>(args, runs, sums);
 #pragma unroll
       for (int r = 0; r < kRuns; ++r) {
         const int rest = runs[r].present;
@@ -436,6 +450,37 @@ struct FewInputs {
     });
   }
 
+  // Returns how many of the lane's positions of every row tile exist, for phases f to f + kTogether - 1. The
+  // tile is looked up again, which takes no registers before.
+  __device__ __forceinline__ auto existing(int index, int f) const {
+    const TileOrigin tile = tile_at(index, args.tiles);
+    constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
+    typename FewMoments<C>::Existing found;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
+      const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
+      const int w = (tile.w + row_w[m]) * C::kOutputStepW + f % C::kOutputStepW;
+      const bool line = row_d[m] >= 0 && d < args.y_size.d && h < args.y_size.h;
+      const int room = line ? args.y_size.w - w : 0;
+      found.of[m] = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * C::kTogether; ++i) {
+        const int further = i / C::kTogether * C::kOutputStepW + i % C::kTogether;
+        found.of[m] += further < room ? 1 : 0;
+      }
+    }
+    return found;
+  }
+  __device__ __forceinline__ auto own_moments() const {
+    if constexpr (kLeavesMoments) {
+      auto* const kept = reinterpret_cast<Moments<float>*>(shared + kMoments);
+      return FewMoments<C>{args, kept, warp, lane, group, first_out};
+    } else {
+      return 0;
+    }
+  }
+
   __device__ __forceinline__ void copy(int index, int buffer) const {
     part().copy(tile_at(index, args.tiles), part_at(buffer));
     ptx::copy_commit();
@@ -448,6 +493,7 @@ struct FewInputs {
     const int step = gridDim.x / kKinds;
     int index = blockIdx.x / kKinds, buffer = 0;
     if (index < args.tiles.count) copy(index, buffer);
+    const auto moments = own_moments();
     for (; index < args.tiles.count; index += step) {
       const TileOrigin tile = tile_at(index, args.tiles);
       const Scalar* copied = part_at(buffer);
@@ -457,6 +503,7 @@ struct FewInputs {
       __syncthreads();
       buffer ^= 1;
       if (index + step < args.tiles.count) copy(index + step, buffer);
+      if constexpr (kLeavesMoments) moments.begin(index, step, tile.n);
       for (int f = 0; f < C::kPhases; f += C::kTogether) {
         for (int pass = 0; pass < kPasses; ++pass) {
           prefetch(tile, f, pass);
@@ -464,11 +511,14 @@ struct FewInputs {
 #pragma unroll
           for (int together = 0; together < C::kTogether; ++together)
             multiply(copied, f + together, pass, sum[together]);
+          if constexpr (kLeavesMoments) moments.activate(sum);
 #pragma unroll
           for (int m = 0; m < C::kRowTiles; ++m) store_rows(tile, m, f, pass);
+          if constexpr (kLeavesMoments) moments.add(sum, existing(index, f), pass);
         }
       }
     }
+    if constexpr (kLeavesMoments) moments.store(index, step, tile_at(index - step, args.tiles).n);
   }
 };
 

@@ -6,9 +6,10 @@ channels. The compile-time constants depend on the layer alone; the shape of a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import gcd
 
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
@@ -30,11 +31,16 @@ WARPS = 8  # per block
 SUMS = 64  # accumulators per thread
 SPREAD_SUMS = 48  # accumulators per thread where lanes exchange outputs, which takes registers
 LINE_BYTES = 16  # cost of starting a line, as the number of bytes that take equally long to copy
+MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
 BARRIER_BYTES = 8 * 1024  # cost of a barrier, as the number of bytes that take equally long to copy
 WEIGHT_BYTES = 64 * 1024  # bytes of shared memory for the weights of a block
 # Cycles of a block: START is constant, STAGED is paid once per K step and 8 output channels to stage the weights,
 # MULTIPLIED per tile, K step, 8 output channels and 16 rows of a warp, and TILE per tile.
 START, STAGED, MULTIPLIED, TILE = 5000.0, 90.0, 14.0, 8500.0
+# Instructions of a warp for the moments of a set of accumulators, counted in few_inputs_moments.cuh: for each of a
+# lane's sums (to add it, to subtract the mean and to square, and half a test of its position), for each unit (to join
+# lanes) and for the set. A multiprocessor issues ISSUED per cycle.
+MOMENT_SUM, MOMENT_UNIT, MOMENT_SET, ISSUED = 3.5, 16.0, 100.0, 4
 MOVED = 10.0  # bytes of the pass's tensors per cycle and multiprocessor, at most: 1.2 times the time of a plain copy
 
 
@@ -112,9 +118,49 @@ class Layout:
         return self.side.problem.geometry.groups * -(-self.side.outs // self.block_out)
 
     @property
+    def paired(self) -> bool:
+        """Tells whether two column tiles share 16 channels, so that a lane has 4 neighbouring channels."""
+        return self.side.y[1] == 1 and not self.contiguous and self.pass_tiles % 2 == 0
+
+    @property
+    def passes(self) -> int:
+        return self.block_out // (8 * self.pass_tiles)
+
+    @property
+    def moment_unit(self) -> int:
+        """The number of neighbouring channels of a norm group that share moments; 0 if the kernel leaves none.
+
+        They are whole blocks of the channels that four lanes have together, or a power of two that divides a block.
+        """
+        problem = self.side.problem
+        if problem.norm is None or not leaves_moments(problem):
+            return 0
+        own = gcd(problem.geometry.out_channels // problem.norm.groups, self.side.outs)
+        return own & -own if own % self._own_block else gcd(own, 8 * self.pass_tiles)
+
+    @property
+    def _own_block(self) -> int:
+        return 16 if self.paired else 8
+
+    @property
+    def units(self) -> int:
+        """The number of units with moments of which a lane has values in a pass (device/lane_moments.cuh)."""
+        unit, run, block = self.moment_unit, self._own_block // 4, self._own_block
+        return 8 * self.pass_tiles // max(unit, block) * max(1, run // unit)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of shared memory for the moments that every thread keeps."""
+        unit, block = self.moment_unit, self._own_block
+        if not unit:
+            return 0
+        sharing = min(4, max(1, unit * 4 // block))  # lanes that have channels of a unit
+        return MOMENT_BYTES * 32 * WARPS * self.passes * -(-self.units // (8 * sharing))
+
+    @property
     def table_bytes(self) -> int:
         words = self.steps * (self.block_out * 8 + self.step) + self.block_out
-        return -(-words // 4) * 16
+        return -(-words // 4) * 16 + self.moment_bytes
 
 
 @lru_cache(maxsize=1024)
@@ -133,6 +179,11 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
 
     found = fastest(layout.side, layout.rows, 2, layout.table_bytes, work, device)
     return None if found is None else (layout, *found)
+
+
+def leaves_moments(problem: Problem) -> bool:
+    """Tells whether the kernel stores the moments of its outputs for a norm that follows."""
+    return problem.which is Pass.FORWARD and problem.norm is not None and not problem.has_operands
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -180,7 +231,13 @@ def cycles(problem: Problem, device: Device) -> float:
     products = layout.steps * layout.block_out / 8
     tiles = -(-tile.count // _walkers(layout, tile, blocks, device))
     moving = problem.bytes / (MOVED * device.multiprocessors)
-    return START + STAGED * products + max(moving, tiles * (MULTIPLIED * products * layout.row_tiles + TILE))
+    each = MULTIPLIED * products * layout.row_tiles + TILE
+    if layout.moment_unit:
+        sums = 4 * layout.together * layout.row_tiles * layout.pass_tiles
+        instructions = MOMENT_SUM * sums + MOMENT_UNIT * layout.units + MOMENT_SET
+        sets = layout.taps.phases // layout.together * layout.passes
+        each += sets * instructions * WARPS * blocks / ISSUED
+    return START + STAGED * products + max(moving, tiles * each)
 
 
 def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
@@ -192,24 +249,32 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
     walkers = _walkers(layout, tile, blocks, device)
+    problem, unit, slots = side.problem, layout.moment_unit, 0
+    plan = Plan("few_inputs", "tensor cores, K = taps and channels", (), tile=str(tile))
+    if unit and problem.norm:
+        slots = WARPS * min(tile.count // problem.batch, walkers)
+        moments = problem.geometry.out_channels // unit * slots
+        size = problem.batch * moments * MOMENT_BYTES
+        plan = replace(plan, workspace_bytes=size, regions=(("moments", 0),), moments=moments // problem.norm.groups)
     launch = FEW_INPUTS.launch(
         walkers * layout.kinds,
         32 * WARPS,
         _constants(layout, tile),
-        side.operands,
+        {**side.operands, "moments": "moments" if unit else "null"},
         shared_bytes=layout.table_bytes + 2 * tile.part_bytes,
         min_blocks=2,
         **side.sizes,
+        moment_slots=slots,
         tiles=tile.arguments,
     )
-    return Plan("few_inputs", "tensor cores, K = taps and channels", (launch,), tile=str(tile))
+    return replace(plan, launches=(launch,))
 
 
 def _constants(layout: Layout, tile: Tile) -> Constants:
-    side = layout.side
+    side, activation = layout.side, layout.side.problem.activation
     return (
         ("Scalar", SCALARS[side.problem.dtype]),
-        ("Epilogue", side.problem.activation),
+        ("Epilogue", f"tconv3d::LeavingMoments<{activation}>" if layout.moment_unit else activation),
         ("kWide", side.wide),
         ("kUnitC", side.y[1] == 1),
         ("kRunAlongW", layout.along_w),
@@ -220,7 +285,8 @@ def _constants(layout: Layout, tile: Tile) -> Constants:
         ("kPassTiles", layout.pass_tiles),
         ("kRowTiles", layout.row_tiles),
         ("kTogether", layout.together),
-        ("kPairedTiles", side.y[1] == 1 and not layout.contiguous and layout.pass_tiles % 2 == 0),
+        ("kPairedTiles", layout.paired),
+        ("kMomentUnit", layout.moment_unit),
         ("kFirstStep", layout.first_step),
         ("kRagged", any(n * side.reduced % layout.step for n in layout.taps.counts)),
         ("kPartVector", tile.vector),

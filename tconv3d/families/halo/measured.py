@@ -50,6 +50,8 @@ class Costs:
     little_hides: float  # replaces `apart` for stores along w beside one producer warpgroup
     imaged: float  # cycles per 32 outputs of 4 bytes that are stored through images
     long_runs: float  # cycles per 32 outputs that are written to images of long runs
+    moment: float  # cycles per 32 outputs whose moments are added up for a norm
+    narrow_band: float  # cycles per pass over a tile or plane of a march, for each band of one channel of a lane
     strict_panel: float  # strict float32: cycles of waiting for the products of a panel
     strict_sum: float  # strict float32: cycles per accumulator that is added to its total
     # Factor on the device memory's time for builds that load lines as they lie in memory, and for builds whose lanes

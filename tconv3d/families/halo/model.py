@@ -17,7 +17,7 @@ from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output, ce
 from .job import Job
 from .measured import COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns
-from .storing import lane_channels, vector
+from .storing import lane_channels, moment_band, vector
 from .tiling import Tiling
 
 SHARED_BYTES = 128  # bytes per cycle of shared memory
@@ -103,6 +103,17 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     if build.torn:
         cost *= costs.little_hides if build.block.producers == 1 and not job.written_last else costs.apart
     return outputs / 32 / at_once**0.5 * cost
+
+
+def _moment_cycles(build: Build, job: Job, rounds: int, planes: float, costs: Costs) -> float:
+    """Returns the consumers' cycles for the moments of one tile, or of `planes` planes of a march."""
+    if job.norm is None:
+        return 0.0
+    outputs = rounds * build.round_slabs * SLAB * build.columns * planes
+    if build.march:
+        outputs = outputs * build.march_step / build.window
+    narrow = build.tile.outputs // 4 * build.tile.groups if moment_band(build, job) == 1 else 0
+    return outputs / 32 * costs.moment + rounds * planes * narrow * costs.narrow_band
 
 
 def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
@@ -204,6 +215,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     rounds = ceil_div(tiling.slabs, build.round_slabs)
     # If the consumers divide K, one of them stores for all.
     store = _store_cycles(build, tiling, job, rounds, planes, costs) * build.turns
+    store += _moment_cycles(build, job, rounds, planes, costs)
     reads = build.program.used_parts * len(build.program.sources)
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
     if build.input is Input.LINES:

@@ -23,9 +23,9 @@ from itertools import chain
 from math import inf
 
 from ...planning import offers, tensor_cores
-from ...planning.calibration import Work
+from ...planning.calibration import DERIVED_SURCHARGE, Work
 from ...planning.geometry import Triple
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.side import Side
@@ -75,7 +75,7 @@ def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
         return (build for each in nearest(job.all_positions, volumes) if (build := own(each)) is not None)
 
     return _repertoire.choose(
-        (replace(nominal, kind=0, lines=False), shared_bytes, multiprocessors),
+        (replace(nominal, kind=0, lines=False), job.norm is not None, shared_bytes, multiprocessors),
         (job.batch, job.read_size, job.written_size),
         lambda: own(job),
         typical,
@@ -83,7 +83,7 @@ def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     )
 
 
-_repertoire = Repertoire[tuple[Nominal, int, int], tuple[int, Triple, Triple], Build]()
+_repertoire = Repertoire[tuple[Nominal, bool, int, int], tuple[int, Triple, Triple], Build]()
 
 
 @lru_cache(maxsize=1024)
@@ -232,8 +232,25 @@ def why_not(problem: Problem, device: Device) -> str | None:
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that the family computes
 
 
+def leaves_moments(problem: Problem) -> bool:
+    """Tells whether the kernel stores the moments of its outputs for a norm that follows."""
+    return problem.which is Pass.FORWARD and problem.norm is not None
+
+
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    return offers.one_by_one(PASSES, "halo", wanted, device, why_not, work, plan)
+    found = offers.one_by_one(PASSES, "halo", wanted, device, why_not, work, plan)
+    return [_with_surcharge(answer) for answer in found]
+
+
+def _with_surcharge(answer: Answer) -> Answer:
+    """Returns the answer at a price above the predicted time if its build leaves moments in place of taking lines.
+
+    Lines of input as they lie in memory leave no moments. The model is fitted to the best builds of a layer without a
+    norm, and has hardly seen the others where lines can be taken: the price is as for derived rates.
+    """
+    if isinstance(answer, Offer) and answer.problem.norm and Nominal.of(job_of(answer.problem)).lines:
+        return replace(answer, surcharge=answer.surcharge * DERIVED_SURCHARGE)
+    return answer
 
 
 def work(problem: Problem, device: Device) -> Work:

@@ -8,6 +8,7 @@ from . import ahead, planner
 
 HAS_EPILOGUE = planner.HAS_EPILOGUE
 HOLDS_CHANNELS = planner.HOLDS_CHANNELS
+leaves_moments = planner.leaves_moments
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:

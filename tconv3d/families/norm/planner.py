@@ -143,7 +143,10 @@ class Strips:
 
 
 def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
-    """Returns the plan of a convolution, extended by launches that compute the statistics of its result."""
+    """Returns the plan of a convolution, extended by launches that compute the statistics of its result.
+
+    A plan that leaves no moments is first extended by a pass over its result.
+    """
     assert problem.norm is not None
     channels, groups = problem.geometry.out_channels, problem.norm.groups
     acc, acc_bytes = accumulator(problem.dtype)
@@ -170,7 +173,8 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
     constants = ("kOverlaps", overlaps), ("Acc", acc)
     blocks, eps = problem.batch * groups, problem.norm.eps
     statistics = STATISTICS.launch(blocks, threads, constants, overlaps=overlaps, eps=eps, count=plan.moments)
-    return replace(plan, launches=(*plan.launches, statistics))
+    kept = None if plan.kept is None else with_statistics(plan.kept, problem, device)
+    return replace(plan, launches=(*plan.launches, statistics), kept=kept)
 
 
 # ---- Normalization and its gradient, as passes over memory.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import log2, prod
+from math import gcd, log2, prod
 from typing import Any
 
 from ...planning import offers, tensor_cores
@@ -26,6 +26,7 @@ from .arguments import UP, UP_PACK
 
 HAS_EPILOGUE = True
 THREADS = 384
+CONSUMERS = 2  # warpgroups of a block that take tiles in turn
 PACK_THREADS = 128
 POSITIONS = 64  # positions of a tile
 ROW_BYTES, STEP_BYTES = 128, 32  # bytes of K in a swizzled row of weights, and in one matrix instruction
@@ -37,6 +38,8 @@ MIN_STAGES, MAX_STAGES = 3, 16
 FEW_TILES = 8  # most tiles of a block that count as few
 NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of the five kinds of volume: 2 batch items of 4^3, 8^3, ... 64^3 positions
 SECTOR_BYTES = 32
+MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
+ALIGN = 256  # bytes to whose multiples regions of the workspace begin
 REGISTERS = (40, 232)  # registers per producer and per consumer thread
 
 STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
@@ -46,6 +49,10 @@ MANY_TILES, PRODUCT, BETWEEN = 64, 1.1, 210.0
 AS_GOOD = 1.015  # ratio of predicted cycles to the least up to which tilings count as equally fast
 # Factor on the time for channels-last tensors if the columns are no power of two, chosen by measurement on an H200.
 UNEVEN = 1.3
+# Instructions of a consumer warp for the moments of a tile, counted in up_moments.cuh: for each of a lane's sums (to
+# add it, to subtract the mean and to square), for each unit (to join halves and lanes) and for the tile. They are
+# cycles too, because a multiprocessor issues four instructions per cycle, one for each of a consumer's warps.
+MOMENT_SUM, MOMENT_UNIT, MOMENT_TILE = 3.0, 20.0, 100.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,12 @@ class Tiling:
         """Bytes of a block's weights in the order of shared memory."""
         return self.chunks * ROW_BYTES * self.columns
 
+    def units(self, unit: int) -> int:
+        """Returns the units of columns with moments of their own of which a lane has values (up_moments.cuh)."""
+        run = 16 // ITEM_BYTES[self.dtype] if self.last else 2  # neighbouring columns of a lane
+        blocks = self.columns // (self.taps if self.last else 1) // (4 * run)
+        return blocks * 4 * run // unit if unit >= 4 * run else blocks * max(1, run // unit)
+
     def __str__(self) -> str:
         return f"{POSITIONS} positions x {self.columns} columns, {self.stages} stages"
 
@@ -155,8 +168,11 @@ def tiles_of(p: Problem) -> int:
     return p.batch * -(-prod(p.input_size) // POSITIONS)
 
 
-def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
-    """Predicts the cycles for a volume of `tiles` tiles and a weight of the layout `weight`."""
+def cycles(tiling: Tiling, tiles: int, device: Device, weight: str, unit: int = 0) -> float:
+    """Predicts the cycles for a volume of `tiles` tiles and a weight of the layout `weight`.
+
+    `unit`: how many columns share moments if the kernel leaves moments, else 0.
+    """
     g, item, costs = tiling.geometry, ITEM_BYTES[tiling.dtype], LAST if tiling.last else CONTIGUOUS
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
@@ -166,6 +182,8 @@ def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
     products = tiling.steps * tiling.columns * STEP_COLUMN
     if item == 4 and not tiling.last and tiles >= MANY_TILES * splits:
         products = PRODUCT * products + BETWEEN * tiling.chunks
+    if unit:  # the other consumer's products and stores go on meanwhile, as do the copies of x
+        products += MOMENT_SUM * tiling.columns / 2 + MOMENT_UNIT * tiling.units(unit) + MOMENT_TILE
     # In a contiguous weight taps are adjacent, so that memory sectors also bring taps of other blocks.
     unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps) if weight == "contiguous" else 1
     weights = g.in_channels * tiling.columns * item * unused / costs.weight_bytes + tiling.chunks * costs.chunk
@@ -204,14 +222,19 @@ def with_turns(tiling: Tiling, tiles: int, device: Device) -> Tiling:
 # ---- The interface of the family to the planner.
 
 
+def leaves_moments(problem: Problem) -> bool:
+    """Tells whether the kernel stores the moments of its outputs for a norm that follows."""
+    return problem.which is Pass.FORWARD and problem.norm is not None and not problem.has_operands
+
+
 def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.FORWARD:
         return "it computes the forward pass"
     if (refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP)) is not None:
         return refusal
-    if p.norm is not None:
-        return "it leaves no moments for a norm"
+    if p.norm is not None and not leaves_moments(p):
+        return "it leaves no moments of a result that reads other tensors"
     if g.groups != 1:
         return "it takes no groups"
     if any(axis.padding or axis.output_padding or axis.dilation != 1 for axis in g.axes):
@@ -289,7 +312,8 @@ def work(problem: Problem, device: Device) -> Work:
     """Returns the predicted work of the plan's launches."""
     tiling = choose(problem, device)
     assert tiling is not None, "work() of a problem that why_not() refuses"
-    predicted = cycles(tiling, tiles_of(problem), device, _weight(problem))
+    unit = moment_unit(problem, tiling) if leaves_moments(problem) else 0
+    predicted = cycles(tiling, tiles_of(problem), device, _weight(problem), unit)
     return Work(1, predicted)
 
 
@@ -306,7 +330,39 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     tile = f"{tiling}, {splits} share the positions"
     size = tiling.kinds * tiling.weight_bytes
     kept = Plan("up", why, (_pack(p, tiling), _walk(p, tiling, splits, True)), size, tile, packed_bytes=size)
-    return Plan("up", why, (_walk(p, tiling, splits, False),), tile=tile, kept=kept)
+    plan = Plan("up", why, (_walk(p, tiling, splits, False),), tile=tile)
+    if leaves_moments(p):
+        plan, kept = (_with_moments(each, p, tiling, splits) for each in (plan, kept))
+    return replace(plan, kept=kept)
+
+
+def moment_unit(p: Problem, tiling: Tiling) -> int:
+    """Returns how many neighbouring columns of a norm group share their moments, channels in channels-last tensors.
+
+    They are whole blocks of the columns that four lanes have together, or a power of two that divides such a block.
+    """
+    assert p.norm is not None
+    own = p.geometry.out_channels // p.norm.groups * (1 if tiling.last else p.geometry.taps)
+    block = 64 // p.item_bytes if tiling.last else 8
+    if own % block:
+        return own & -own
+    return gcd(own, tiling.columns // tiling.taps if tiling.last else tiling.columns)
+
+
+def _moment_slots(p: Problem, tiling: Tiling, splits: int) -> int:
+    """Returns how many warps store moments of a unit of a batch item."""
+    consumers = min(tiles_of(p) // p.batch, CONSUMERS * splits)
+    return 4 * consumers * (p.geometry.taps // tiling.taps)
+
+
+def _with_moments(plan: Plan, p: Problem, tiling: Tiling, splits: int) -> Plan:
+    """Returns a plan with a region for the moments that its last launch leaves."""
+    g, unit = p.geometry, moment_unit(p, tiling)
+    moments = g.out_channels * (1 if tiling.last else g.taps) // unit * _moment_slots(p, tiling, splits)
+    start = -(-plan.workspace_bytes // ALIGN) * ALIGN
+    end = start + p.batch * moments * MOMENT_BYTES
+    assert p.norm is not None
+    return replace(plan, workspace_bytes=end, regions=(("moments", start),), moments=moments // p.norm.groups)
 
 
 def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
@@ -316,19 +372,21 @@ def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
         tiling.kinds * splits,
         THREADS,
         (*_constants(p, tiling), ("kPacked", packed), *registers),
-        {"weight": "workspace" if packed else "weight"},
+        {"weight": "workspace" if packed else "weight", "moments": "moments" if leaves_moments(p) else "null"},
         shared_bytes=tiling.shared_bytes,
         overlaps=packed,
         **_values(p, splits),
+        moment_slots=_moment_slots(p, tiling, splits) if leaves_moments(p) else 0,
     )
 
 
 def _pack(p: Problem, tiling: Tiling) -> Launch:
     """Returns the launch that writes the weight in the order of shared memory, which does not depend on the
     volume."""
-    operands = {"x": "null", "bias": "null", "y": "workspace"}
-    values = _values(replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5), 1)
-    return UP_PACK.launch(tiling.kinds * tiling.chunks, PACK_THREADS, _constants(p, tiling), operands, **values)
+    operands = {"x": "null", "bias": "null", "y": "workspace", "moments": "null"}
+    p = replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5, norm=None)
+    constants, values = _constants(p, tiling), _values(p, 1)
+    return UP_PACK.launch(tiling.kinds * tiling.chunks, PACK_THREADS, constants, operands, **values, moment_slots=0)
 
 
 def _values(p: Problem, splits: int) -> dict[str, Any]:
@@ -347,7 +405,8 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
     g = p.geometry
     return (
         ("Scalar", SCALARS[p.dtype]),
-        ("Epilogue", p.activation),
+        ("Epilogue", f"tconv3d::LeavingMoments<{p.activation}>" if leaves_moments(p) else p.activation),
+        ("kMomentUnit", moment_unit(p, tiling) if leaves_moments(p) else 0),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
         *axis_constants(g.axes, "kernel"),

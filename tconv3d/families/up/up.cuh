@@ -19,13 +19,16 @@
 #include "ptx_hopper.cuh"
 #include "ring.cuh"
 #include "up_layouts.cuh"
+#include "up_moments.cuh"
 #include "up_weight_blocks.cuh"
 
 namespace tconv3d {
 
 template <class C>
 struct Up {
-  using Layout = typename Choose<C::kLast, UpChannelsLast<C>, UpContiguous<C>>::type;
+  static constexpr bool kLeavesMoments = C::Epilogue::kLeavesMoments;
+  using Stored = typename Choose<kLeavesMoments, UpFinished<C>, C>::type;
+  using Layout = typename Choose<C::kLast, UpChannelsLast<Stored>, UpContiguous<Stored>>::type;
   using Scalar = typename Layout::Scalar;
   using Step = typename Layout::Step;
   using Sums = typename Layout::Sums;
@@ -340,6 +343,7 @@ struct Up {
     const int who = warp / 4 - 1;
     Sums sums;
     Ring stage;
+    auto moments = own_moments();
     unsigned parity = who == 0 ? 1 : 0;  // consumer 0 has the first turn without waiting
     if (who == 1) skip_tile(stage);
 #pragma unroll 1
@@ -355,8 +359,18 @@ struct Up {
       parity ^= 1u;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) ptx::pin(sums.at[i]);
+      if constexpr (kLeavesMoments) moments.activate(sums);
       layout.store(sums, n, first_position(tile, n));
       __syncwarp();
+      if constexpr (kLeavesMoments) moments.add(sums, tile, n, first_position(tile, n));
+    }
+    if constexpr (kLeavesMoments) moments.store();
+  }
+  __device__ __forceinline__ auto own_moments() const {
+    if constexpr (kLeavesMoments) {
+      return UpMoments<C, Layout>(layout);
+    } else {
+      return Int<0>{};
     }
   }
 };
