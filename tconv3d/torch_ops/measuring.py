@@ -3,6 +3,9 @@
 A candidate is prepared (compiled, its results allocated) and run once before it is timed; neither counts as
 measuring. Then all candidates run in turn, so that a GPU whose clock rate drifts treats them alike. A candidate that
 is much slower than the best is not run again.
+
+Compiling the next candidate leaves the GPU idle for up to seconds, after which its clock rate is low at first. The
+first time of a candidate therefore only tells whether it can win at all, and does not count beside later ones.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import torch
 from .clock import Timer
 
 BUDGET_MS = 100.0  # milliseconds for all timed runs of one call, and for the runs that warm up
-MOST_RUNS = 9  # timed runs of a candidate, at most
+MOST_RUNS = 10  # timed runs of a candidate, at most, the first included
 HOPELESS = 1.5  # a candidate that took so many times the best is not run again
+HOPELESS_AT_FIRST = 4.0  # likewise after the first time, which a low clock rate may have made several times as long
 
 Run = Callable[[], object]
 
@@ -42,7 +46,7 @@ class Trial:
     """Holds the times of one candidate, or the reason why there are none."""
 
     name: str
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # milliseconds; the first one alone, or all behind the first
     why_not: str = ""
     short_of_memory: bool = False
     wrong: bool = False  # the candidate gave a wrong result
@@ -77,7 +81,7 @@ def race(
     runs: int = MOST_RUNS,
     seconds: Callable[[], float] = time.perf_counter,
 ) -> list[Trial]:
-    """Returns a trial for each candidate, in the same order, with at most `runs` times.
+    """Returns a trial for each candidate, in the same order, after at most `runs` timed runs each.
 
     `stopwatch` returns the milliseconds of one run. `seconds` is the host's clock.
     """
@@ -105,9 +109,10 @@ def race(
             trials.append(Trial(candidate.name, why_not=f"there was no time left of {budget_ms:.0f} ms"))
             continue
         trials.append(attempt(candidate.name, lambda number=number: first_time(number), cuda))  # type: ignore[misc]
-    for _ in range(runs - 1):
-        best = min((trial.ms for trial in trials), default=inf)
+    for turn in range(runs - 1):
+        most = min((trial.ms for trial in trials), default=inf) * (HOPELESS if turn else HOPELESS_AT_FIRST)
         for number, trial in enumerate(trials):
-            if trial.times and trial.ms <= HOPELESS * best and spent + trial.times[-1] <= budget_ms:
-                trial.times.append(timed(prepared[number]))
+            if trial.times and trial.ms <= most and spent + trial.times[-1] <= budget_ms:
+                ms = timed(prepared[number])
+                trial.times = [*trial.times, ms] if turn else [ms]
     return trials
