@@ -243,7 +243,7 @@ def test_refusals_say_why() -> None:
         (replace(problem, tf32=False, geometry=Geometry.make(8, 8, (1, 2, 2))), a100, "sums of 32 terms"),
         (replace(problem, which=Pass.WEIGHT_GRAD), a100, "input gradient"),
         (replace(problem, batch=0), a100, "nothing to compute"),
-        (replace(problem, geometry=Geometry.make(64, 1, T3)), a100, "fewer than 4 channels"),
+        (replace(problem, geometry=Geometry.make(31, 1, T3)), a100, "fewer than 32 pairs"),
         (replace(problem, geometry=Geometry.make(8, 8, (11, 11, 11))), a100, "1331 taps"),
         (replace(problem, input=(2**40, 1, 2**31, 2**30, 8)), a100, "32 bits"),
     ):
