@@ -241,7 +241,7 @@ def test_mutants_are_found(name: str, tmp_path: Path, few: str) -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_first_layer_with_a_norm(dtype: str, last: bool, per_group: int) -> None:
-    """The kernel with moments is taken and spills no more than one register, outside of its loops.
+    """The kernel with moments is taken and spills at most one register.
 
     A channels-last layer with one norm group is left out: another family is predicted to take it faster.
     """
