@@ -1,8 +1,9 @@
 """Times candidates that compute the same thing, within a limit of time. This module imports nothing but the clock.
 
 A candidate is prepared (compiled, its results allocated) and run once before it is timed; neither counts as
-measuring. Then all candidates run in turn, so that a GPU whose clock rate drifts treats them alike. A candidate that
-is much slower than the best is not run again.
+measuring. A candidate whose run before takes longer than all timed runs may take is not run again. Then all
+candidates run in turn, so that a GPU whose clock rate drifts treats them alike. A candidate that is much slower than
+the best is not run again.
 
 Compiling the next candidate leaves the GPU idle for up to seconds, after which its clock rate is low at first. The
 first time of a candidate therefore only tells whether it can win at all, and does not count beside later ones.
@@ -39,6 +40,7 @@ class Candidate:
     name: str
     prepare: Callable[[], Run]  # returns a function that runs once, or raises an error if there is none
     expected_ms: float = inf  # predicted milliseconds; infinite if there is no prediction
+    searches: bool = False  # the first run may search for an algorithm, and so take far longer than others
 
 
 @dataclass
@@ -97,7 +99,14 @@ def race(
     def first_time(number: int) -> float:
         nonlocal spent
         run = prepared[number] = candidates[number].prepare()
+        started = seconds()
         run()
+        if cuda:
+            torch.cuda.synchronize()
+        ms = 1e3 * (seconds() - started)
+        if ms > budget_ms and not candidates[number].searches:
+            spent += ms
+            return ms
         ms = timed(run)
         spent += ms  # the run before took as long
         return ms

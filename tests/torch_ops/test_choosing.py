@@ -20,9 +20,9 @@ from tconv3d import emulator
 from tconv3d.api.explain import launches
 from tconv3d.planning import calibration, planner, winners
 from tconv3d.planning.calibration import Work
-from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.gpus import GPUS, Gpu
 from tconv3d.planning.offers import Offer
-from tconv3d.planning.problem import Pass, Plan
+from tconv3d.planning.problem import Device, Pass, Plan
 from tconv3d.runtime import cache
 from tconv3d.torch_ops import choosing, executor, pytorch_ops
 
@@ -222,24 +222,29 @@ def test_never_means_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
         choosing.when_measured()
 
 
-def asked_of(module: tconv3d.ConvTranspose3d, gpu: str) -> Callable[[bool, bool], bool]:
-    """Returns a function that says whether a layer's forward pass is timed, from `benchmark` and `cuda`."""
+def asked_of(module: tconv3d.ConvTranspose3d, gpu: str, theirs: bool = True) -> Callable[[bool, bool], int]:
+    """Returns a function that says how many covers of a layer's forward pass are timed, from `benchmark` and `cuda`.
+
+    `theirs`: PyTorch's operator is among the offers.
+    """
     problem, *_ = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(module, SHAPE8))
     wanted, device = {problem.which: problem}, GPUS[gpu].device
-    offers = choosing._offers(planner.answers(wanted, device, True))
-    return lambda benchmark, cuda: choosing.measures(wanted, offers, device, benchmark, cuda)
+    offers = choosing._offers(planner.answers(wanted, device, theirs))
+    return lambda benchmark, cuda: choosing.most_timed(wanted, offers, device, benchmark, cuda)
 
 
-def test_calibrated_gpus_are_timed_only_if_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_calibrated_gpus_are_timed_only_if_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being asked, the best kernel alone is timed, and only where PyTorch's operator may compute the call."""
     assert calibration.calibrated(GPUS["H200"].device) and not calibration.calibrated(GPUS["A100"].device)
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     module = tconv3d.ConvTranspose3d(8, 4, 2, 2)
     h200, a100 = asked_of(module, "H200"), asked_of(module, "A100")
-    assert [h200(benchmark, True) for benchmark in (False, True)] == [False, True]
-    assert a100(False, True)
+    assert [h200(benchmark, True) for benchmark in (False, True)] == [1, choosing.BEST]
+    assert asked_of(module, "H200", theirs=False)(False, True) == 0
+    assert a100(False, True) == choosing.BEST
     assert not a100(True, False), "there is no GPU, and no clock"
     monkeypatch.setenv(choosing.MEASURE, "always")
-    assert h200(False, True)
+    assert h200(False, True) == choosing.BEST
     monkeypatch.setenv(choosing.MEASURE, "never")
     assert not a100(True, True)
 
@@ -271,7 +276,11 @@ def test_offers_are_timed_where_the_best_prediction_is_not_confirmed(monkeypatch
 
 
 def test_offers_are_timed_where_others_are_predicted_to_be_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's operator is close below 1.6 times the best prediction, a kernel within the best kernel's doubt."""
+    """PyTorch's operator is close below 1.6 times the best prediction, a kernel within the best kernel's doubt.
+
+    PyTorch's operator is timed beside the best kernel alone up to the factor by which its own predictions are off,
+    unless that kernel is near the floor.
+    """
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     module = tconv3d.ConvTranspose3d(64, 32, 2, 2)
     problem, *_ = tconv3d.api.explain.problems_of(*tconv3d.api.explain.call_of(module, (2, 64, 32, 32, 32)))
@@ -283,12 +292,21 @@ def test_offers_are_timed_where_others_are_predicted_to_be_close(monkeypatch: py
         vars(offer)["microseconds"] = factor * best.microseconds
         return offer
 
-    def timed(*others: Offer) -> bool:
-        return choosing.measures(wanted, [best, *others], device, False, cuda=True)
+    def timed(*others: Offer) -> int:
+        return choosing.most_timed(wanted, [best, *others], device, False, cuda=True)
+
+    def doubts(kernel: str, kind: str, device: Device) -> float:
+        return {best.kernel: ours, choosing.PYTORCH: theirs}.get(kernel, 1.0)
+
+    ours, theirs = 1.0, 3.0
+    monkeypatch.setattr(calibration, "doubt", doubts)
+    monkeypatch.setattr(Gpu, "floor_ms", lambda self, problem: best.microseconds / 1e3 / 1.2)
 
     assert not timed() and not timed(rival("rival", 1.1))
-    assert timed(rival(choosing.PYTORCH, 1.5)) and not timed(rival(choosing.PYTORCH, 1.7))
-    monkeypatch.setattr(calibration, "doubt", lambda kernel, kind, device: 2.5 if kernel == best.kernel else 1.0)
+    assert [timed(rival(choosing.PYTORCH, factor)) for factor in (1.5, 1.7, 2.9, 3.1)] == [choosing.BEST, 1, 1, 0]
+    monkeypatch.setattr(Gpu, "floor_ms", lambda self, problem: best.microseconds / 1e3 / 1.1)
+    assert [timed(rival(choosing.PYTORCH, factor)) for factor in (1.5, 1.7)] == [choosing.BEST, 0]
+    ours = 2.5
     assert timed(rival("rival", 2.4)) and not timed(rival("rival", 2.6)) and not timed()
 
 

@@ -82,6 +82,22 @@ def test_no_more_than_the_budget_is_spent(ms: float) -> None:
         assert trial.times or "no time left of 100 ms" in trial.why_not
 
 
+@pytest.mark.parametrize("searches", [False, True])
+def test_who_takes_longer_than_the_budget_runs_once_unless_it_searches(searches: bool) -> None:
+    """The first run of PyTorch's operator may try algorithms, with `torch.backends.cudnn.benchmark`."""
+    bench = Bench(ours=1.0, theirs=0.5)
+    runs = bench.prepare("theirs")()
+
+    def slow_at_first() -> None:
+        runs()
+        bench.now += 0.2 if bench.runs.count("theirs") == 1 else 0.0
+
+    candidates = [*bench.candidates()[:1], Candidate("theirs", lambda: slow_at_first, 0.5, searches)]
+    ours, theirs = race(candidates, bench.stopwatch, False, seconds=lambda: bench.now)
+    assert (bench.runs.count("theirs"), theirs.ms) == ((MOST_RUNS + 1, 0.5) if searches else (1, 200.0))
+    assert ours.ms == 1.0
+
+
 def test_a_candidate_without_a_prediction_is_expected_to_take_as_long_as_the_best() -> None:
     found = Bench(first=30.0, second=30.0).race({"first": 30.0})
     assert found["first"].ms == 30 and not found["second"].times
