@@ -1,7 +1,7 @@
 """Keeps on disk which offers won when they were timed, so that later calls and other processes take the same ones.
 
-A winner belongs to a layer (geometry, type, memory layout, epilogue, wanted passes), a kind of volume by size
-(`problem.volume_kind`), a GPU, and the versions of everything that decides about times. It also belongs to the set of
+A winner belongs to a layer (geometry, type, memory layout, epilogue, wanted passes), volumes of about the same size
+(`_about`), a GPU, and the versions of everything that decides about times. It also belongs to the set of
 offers there were to choose from, because some offers depend on the exact volume. The first process that stores a
 winner decides: others that have measured the same at the same time take the stored one.
 
@@ -18,7 +18,7 @@ from math import prod
 from ..runtime import cache, plain, sources
 from .calibration import kind_of
 from .offers import Cover, Offer, Wanted
-from .problem import Device, Pass, volume_kind
+from .problem import Device, Pass
 
 SUFFIX = ".measured"  # suffix of the entries in the disk cache
 PLANNER = "tconv3d.planning.planner"  # the module whose sources, with all families, decide what offers there are
@@ -62,11 +62,19 @@ def key(wanted: Wanted, device: Device, offers: Sequence[Offer], versions: Seque
         (problem.geometry, kind_of(problem), problem.dtype, problem.bias, problem.aligned, problem.weight_aligned)
         for problem in wanted.values()
     )
-    volume = volume_kind(first.batch * prod(first.input_size))
+    volume = _about(first.batch * prod(first.input_size))
     gpu = replace(device, workspace_bytes=0)
     choice = sorted((offer.kernel, [which.value for which in offer.passes]) for offer in offers)
     settings = (layer, first.activation, first.norm, volume, gpu, choice)
     return cache.key("winner", sources.program(PLANNER), _kernels(), repr(settings), *versions)
+
+
+def _about(positions: int) -> int:
+    """Returns the size of a volume as a number that is the same within a factor of 4.
+
+    PyTorch's operator and a kernel may be equally fast on a small volume, and several times apart on a larger one.
+    """
+    return positions.bit_length() // 2
 
 
 @functools.cache
