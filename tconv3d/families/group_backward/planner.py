@@ -240,7 +240,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     g = problem.geometry
-    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP, in_halves=problem.loose):
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP, in_halves=problem.loose):
         return refusal
     if min(g.in_per_group, g.out_per_group) < 2:
         return "fewer than 2 channels per group"
@@ -301,6 +301,11 @@ def _strict(p: Problem) -> bool:
     return p.dtype == "float32" and not p.tf32
 
 
+def _hopper(device: Device) -> bool:
+    """Tells whether the device has a copy engine for runs of memory, and launches that overlap the previous one."""
+    return device.capability >= (9, 0)
+
+
 def _other_warps(p: Problem) -> tuple[int, int]:
     return OTHER_WARPS_LAST if _last(p) else OTHER_WARPS
 
@@ -329,6 +334,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes
+COPIED_BY_THREADS = "before Hopper"  # the kind of problems, for rates, on GPUs whose threads copy runs
 KERNEL, DX_SUMS = "group_backward", "dx sums"  # the name of offers, and the region of the workspace for slices
 
 
@@ -350,6 +356,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 def _offer(wanted: Wanted, device: Device) -> Offer:
     first = next(iter(wanted.values()))
     kind = "sliced" if slices(first.geometry) > 1 else calibration.kind_of(first)
+    kind = kind if _hopper(device) else COPIED_BY_THREADS
     factor = calibration.surcharge(KERNEL, device, kind)
     counted, make = partial(_work, wanted, device), partial(_plan, wanted, device)
     return Offer(KERNEL, tuple(wanted), first, device, counted, make, kind=kind, surcharge=factor)
@@ -361,11 +368,11 @@ def work(problem: Problem, device: Device) -> Work:
 
 
 def _work(wanted: Wanted, device: Device) -> Work:
-    """Returns the products of all gradients. In strict float32 and for slices of output channels, for which no rates
-    by products were measured, returns the cycles of the busiest multiprocessor."""
+    """Returns the products of all gradients. In strict float32, for slices of output channels, and where threads copy,
+    for which no rates by products were measured, returns the cycles of the busiest multiprocessor."""
     p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
     g, launches = p.geometry, 2 if weight_grad else 1
-    if not _strict(p) and slices(g) == 1:
+    if not _strict(p) and slices(g) == 1 and _hopper(device):
         return Work(launches, products=sum(p.flops / 2 for which, p in wanted.items() if which is not Pass.BIAS_GRAD))
     tile = tile_of(p, weight_grad, device)
     assert tile is not None, "the work of a problem that why_not() refuses"
@@ -387,7 +394,8 @@ def _plan(wanted: Wanted, device: Device) -> Plan:
     bundles = p.geometry.groups // bundled(p.geometry)
     split = split_of(p, tile, bundles, device)
     parts = Parts(p, split.splits, 1, 1 if Pass.BIAS_GRAD in wanted else 0)
-    launches = (_main(wanted, tile, split, parts), *((sum_of_parts(p, parts),) if weight_grad else ()))
+    main = _main(wanted, tile, split, parts, device)
+    launches = (main, *((sum_of_parts(p, parts, overlaps=_hopper(device)),) if weight_grad else ()))
     start, sums = parts.bytes if weight_grad else 0, _sums_bytes(p)
     regions = parts.regions if weight_grad else ()
     return Plan(
@@ -401,7 +409,7 @@ def _plan(wanted: Wanted, device: Device) -> Plan:
     )
 
 
-def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
+def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts, device: Device) -> Launch:
     p = tile.problem
     input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
     g, stages = p.geometry, tile.stages
@@ -410,7 +418,10 @@ def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
     return GROUP_BACKWARD.launch(
         g.groups // bundled(g) * split.splits,
         32 * sum(warps),
-        _constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
+        (
+            *_constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
+            ("kHopper", _hopper(device)),
+        ),
         {
             "x": "x" if weight_grad else "null",
             "weight": "weight" if input_grad else "null",
