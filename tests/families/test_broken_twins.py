@@ -131,7 +131,7 @@ TWINS = (
         "group_backward",
         "ptx::copy_beginning(own + at, from + at, min(left - at, 16));",
         "ptx::copy_beginning(own + at, from + at, min(left - at, 12));",
-        Case(GROUPS, plans="A100", favoured="group_backward", wanted=("input", "weight")),
+        Case(GROUPS, plans="A100", wanted=("input", "weight")),
     ),
     Twin(
         "group_backward",
