@@ -78,7 +78,8 @@ def forget() -> None:
 def chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
     layouts = problem.input[1] == 1, problem.output[4] == 1
-    kind = problem.which, problem.geometry, problem.dtype, problem.tf32, problem.activation, *layouts
+    types = problem.dtype, problem.tf32, problem.activation
+    kind = problem.which, problem.geometry, *types, *layouts
     choice = _repertoire.choose(
         (*kind, planner.copy_of(Side.of(problem)), device),
         (problem.batch, problem.input_size),
