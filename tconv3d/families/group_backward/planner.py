@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from math import isqrt, prod
 
 from ...planning import calibration, tensor_cores
@@ -35,7 +36,9 @@ INPUT_WARPS = 8  # warps that compute the input gradient
 # Warps that produce and that compute the weight gradient, for contiguous and for channels-last tensors. A block has
 # at most 16 warps in total, so that a thread can have 128 registers.
 OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
-MIN_STAGES, MAX_STAGES = 3, 8
+# Stages of dy: the fewest, those that are wanted so that copies are hidden even where they take longer than usual, and
+# the most.
+MIN_STAGES, GOOD_STAGES, MAX_STAGES = 2, 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # most registers per thread for weights, and for the sums of the weight gradient
 MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
@@ -45,6 +48,7 @@ MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
 MATRIX_CYCLES, MATRIX_CYCLES_STRICT = 6.0, 8.7
 SLICE_CYCLES = 6000  # cycles to pass on the sums of a slice and to begin the next
 COPIED_PER_CYCLE = 16  # bytes that a multiprocessor of an H200 copies per cycle
+LATENCY = 1500  # cycles until a copy arrives, which two stages alone do not hide
 START_PLANES = 3  # latency of a column's first planes, in the time that it takes to compute one plane of dy
 
 
@@ -190,12 +194,13 @@ def products(g: Geometry) -> int:
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, weight_grad: bool, device: Device) -> Tile | None:
     """Returns the tile with the most lines that the warps and shared memory can take, since lines of dy between two
-    tiles are read twice; None if no tile fits."""
+    tiles are read twice; None if no tile fits. GOOD_STAGES count more than lines, and Hopper never had fewer."""
     chunks = -(-problem.input_size[2] // UNIT)
     bands = min(INPUT_WARPS // chunks, -(-problem.input_size[1] // ROWS)) if chunks else 0
-    for count in range(bands, 0, -1):
+    stages = (GOOD_STAGES,) if _hopper(device) else (GOOD_STAGES, MIN_STAGES)
+    for least, count in product(stages, range(bands, 0, -1)):
         tile = Tile(problem, count, weight_grad, device.shared_bytes)
-        if tile.stages:
+        if tile.stages >= least:
             return tile
     return None
 
@@ -381,6 +386,7 @@ def _work(wanted: Wanted, device: Device) -> Work:
     computing = tile.bands * tile.chunks * ROWS * instructions * cycles
     sums = 2 * 4 * tile.lines * p.input_size[2] * ins(g) * (slices(g) > 1)  # read and written again
     copying = (tile.copied_bytes + sums) / COPIED_PER_CYCLE
+    copying += LATENCY * g.stride[0] * (tile.stages < GOOD_STAGES)
     planes = split_of(p, tile, g.groups // bundled(g), device).cost
     return Work(launches, cycles=slices(g) * (planes * max(computing, copying) + SLICE_CYCLES))
 
