@@ -534,7 +534,8 @@ __device__ __forceinline__ void copy_arrive(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits for a phase by looking again and again, on every GPU. From Hopper on, barrier_wait() sleeps meanwhile.
+// Waits for a phase by looking again and again, on every GPU. From Hopper on, barrier_wait() sleeps
+// meanwhile.
 __device__ __forceinline__ void barrier_poll(unsigned barrier, unsigned parity) {
   asm volatile(
       "{\n"

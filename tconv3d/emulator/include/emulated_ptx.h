@@ -318,7 +318,7 @@ inline void store_transposed(unsigned address, uint4 words) {
 
 struct EmulatedCopy {
   std::uint32_t* to;
-  const void* from;          // null: the copy writes zero
+  const void* from;                        // null: the copy writes zero
   unsigned bytes = sizeof(std::uint32_t);  // that are read; zeros follow them
 };
 using EmulatedCopies = EmulatedQueue<EmulatedCopy, 8>;

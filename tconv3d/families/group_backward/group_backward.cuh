@@ -1,5 +1,6 @@
-// The gradients of a layer with small groups (at most 8 input channels) from one read of dy, on every GPU since
-// compute capability 8.0 (TF32, 16-bit types, whose values TF32 represents exactly, and strict float32):
+// The gradients of a layer with small groups (at most 8 input channels) from one read of dy, on every GPU
+// since compute capability 8.0 (TF32, 16-bit types, whose values TF32 represents exactly, and strict
+// float32):
 //   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
 //   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
 //   db[co]         = sum of dy[co], if it is wanted and every output belongs to a position (kBias)
@@ -9,7 +10,8 @@
 // groups (at most 8 channels in and out; weights between groups are zero) and loops over columns: a tile of
 // whole lines of positions, some of them along h, from one position to another along d.
 //
-//   producer       a warp (several with kLast). It copies the lines of dy that a plane of the tile needs, a run
+//   producer       a warp (several with kLast). It copies the lines of dy that a plane of the tile needs, a
+//   run
 //                  of memory for each channel, to a stage of a ring, and those of x to another ring. Since
 //                  Hopper (kHopper) the copy engine moves a run; before, the lanes move 16 bytes each
 //   input grad     warps with 16 positions of kRows lines each. Rows are positions, K is co, columns are ci.

@@ -16,8 +16,8 @@ struct GroupProducer : GroupTiles<C> {
   using Tiles::stage_x_bytes, Tiles::stages, Tiles::stages_x, Tiles::task_at, Tiles::warp;
   using typename Tiles::Rings, typename Tiles::Scalar, typename Tiles::Task;
 
-  // Copies a run of a tensor, extended to multiples of 16 bytes at both ends, by all lanes. No copy reads past
-  // the tensor's last element.
+  // Copies a run of a tensor, extended to multiples of 16 bytes at both ends, by all lanes. No copy reads
+  // past the tensor's last element.
   __device__ __forceinline__ void copy_run(unsigned char* to, const void* tensor, long long first, int count,
                                            long long all) const {
     const long long begin = first * kItem / 16 * 16, end = min(first + count, all) * kItem;
@@ -30,10 +30,10 @@ struct GroupProducer : GroupTiles<C> {
       ptx::copy_beginning(own + at, from + at, min(left - at, 16));
   }
 
-  // Copies the same run by a bulk copy. It must not read past the tensor's last multiple of 16 bytes: the
+  // Copies a run by a bulk copy, which must not read past the tensor's last multiple of 16 bytes: the
   // lane copies the elements beyond it itself.
-  __device__ __forceinline__ void copy_in_bulk(unsigned char* to, const void* tensor, long long first, int count,
-                                       long long all, unsigned barrier) const {
+  __device__ __forceinline__ void copy_in_bulk(unsigned char* to, const void* tensor, long long first,
+                                               int count, long long all, unsigned barrier) const {
     const long long begin = first * kItem / 16 * 16, end = (first + count) * kItem;
     const long long last = min((end + 15) / 16 * 16, all * kItem / 16 * 16);
     for (long long at = max(last, first * kItem); at < end; at += kItem) {

@@ -36,8 +36,7 @@ INPUT_WARPS = 8  # warps that compute the input gradient
 # Warps that produce and that compute the weight gradient, for contiguous and for channels-last tensors. A block has
 # at most 16 warps in total, so that a thread can have 128 registers.
 OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
-# Stages of dy: the fewest, those that are wanted so that copies are hidden even where they take longer than usual, and
-# the most.
+# Stages of dy: the fewest, those that are wanted so that slow copies are hidden too, and the most.
 MIN_STAGES, GOOD_STAGES, MAX_STAGES = 2, 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # most registers per thread for weights, and for the sums of the weight gradient
@@ -373,8 +372,8 @@ def work(problem: Problem, device: Device) -> Work:
 
 
 def _work(wanted: Wanted, device: Device) -> Work:
-    """Returns the products of all gradients. In strict float32, for slices of output channels, and where threads copy,
-    for which no rates by products were measured, returns the cycles of the busiest multiprocessor."""
+    """Returns the products of all gradients, or the cycles of the busiest multiprocessor where no rates by products
+    were measured: in strict float32, for slices of output channels, and where threads copy."""
     p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
     g, launches = p.geometry, 2 if weight_grad else 1
     if not _strict(p) and slices(g) == 1 and _hopper(device):

@@ -161,8 +161,9 @@ struct MmaStores {
             kStepW, to.exists && channel < C::kOuts ? left : 0};
   }
 
-  // Lines of outputs that are stored from registers: 8 lanes have neighbouring positions along w, all phases of
-  // each. A lane has kLineOutputs outputs of each of its two channels of a tile of columns: of two positions.
+  // Lines of outputs that are stored from registers: 8 lanes have neighbouring positions along w, all phases
+  // of each. A lane has kLineOutputs outputs of each of its two channels of a tile of columns: of two
+  // positions.
   static constexpr int kLineOutputs = 2 * kPhasesW;
 
   // Applies the epilogue to all sums of these lines, in place.
@@ -216,7 +217,8 @@ struct MmaStores {
     }
   }
 
-  // Transposes 4 values of each of the 4 lanes of a quad: lane q then has value q of every lane, in their order.
+  // Transposes 4 values of each of the 4 lanes of a quad: lane q then has value q of every lane, in their
+  // order.
   __device__ __forceinline__ void turn_quad(float (&values)[4]) const {
     static_for<2>([&](auto bit) {
       constexpr int kStep = decltype(bit)::value + 1;  // 1, then 2
