@@ -319,7 +319,7 @@ inline void store_transposed(unsigned address, uint4 words) {
 struct EmulatedCopy {
   std::uint32_t* to;
   const void* from;                        // null: the copy writes zero
-  unsigned bytes = sizeof(std::uint32_t);  // that are read; zeros follow them
+  unsigned bytes = sizeof(std::uint32_t);  // bytes that are read, behind which the copy writes zeros
 };
 using EmulatedCopies = EmulatedQueue<EmulatedCopy, 8>;
 
