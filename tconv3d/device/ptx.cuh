@@ -503,12 +503,52 @@ __device__ __forceinline__ void copy_word(unsigned to, const void* from, bool in
       : "memory");
 }
 
+// Copies the first `bytes` of 16 bytes, 1 to 16 of them, and writes zeros behind them; no others are read.
+__device__ __forceinline__ void copy_beginning(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending committed groups of this thread's asynchronous copies are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- Barriers in shared memory (mbarrier). `count` arrivals complete a phase; a waiter names the parity of
+// the phase that it waits for.
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, unsigned count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+// Arrives at a barrier when all asynchronous copies that this thread has issued are complete.
+__device__ __forceinline__ void copy_arrive(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for a phase by looking again and again, on every GPU. From Hopper on, barrier_wait() sleeps
+// meanwhile.
+__device__ __forceinline__ void barrier_poll(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "nanosleep.u32 20;\n"  // leaves the scheduler to other warps for 20 ns
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 }  // namespace tconv3d::ptx

@@ -1,4 +1,4 @@
-// Instructions that Hopper has and Ampere has not as functions: barriers in shared memory, bulk copies,
+// Instructions that Hopper has and Ampere has not as functions: barriers that count bytes, bulk copies,
 // registers that move between warpgroups, and warpgroup matrix products (sm_90a). ptx.cuh has the
 // instructions of all GPUs. On the CPU the emulator provides the same functions
 // (emulator/include/emulated_ptx_hopper.h).
@@ -18,20 +18,12 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- Barriers in shared memory (mbarrier). `count` arrivals and all expected bytes complete a phase; a
-// waiter names the parity of the phase that it waits for.
-
-__device__ __forceinline__ void barrier_init(unsigned barrier, unsigned count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
+// ---- Barriers in shared memory (mbarrier), beside those functions that ptx.cuh has. All arrivals and all
+// expected bytes complete a phase; a waiter names the parity of the phase that it waits for.
 
 // Must be called after all barrier_init, before other threads use the barriers; a __syncthreads must follow.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
@@ -130,11 +122,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Synchronizes the 128 threads of a warpgroup, with their writes. `which`: hardware barrier 1 to 15.
 __device__ __forceinline__ void warpgroup_sync(int which) {
   asm volatile("bar.sync %0, 128;" ::"r"(which) : "memory");
-}
-
-// Arrives at a barrier in shared memory when all copies that this thread has issued are complete.
-__device__ __forceinline__ void copy_arrive(unsigned barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- Registers move between warpgroups: every warp of a warpgroup must call these functions.

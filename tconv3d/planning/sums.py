@@ -135,13 +135,16 @@ class Parts:
         return f"{name} parts" if name in self.counts else otherwise
 
 
-def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw") -> Launch:
-    """Returns the launch that adds all parts; `dw` is the operand for the weight's gradient."""
+def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw", overlaps: bool = True) -> Launch:
+    """Returns the launch that adds all parts; `dw` is the operand for the weight's gradient.
+
+    `overlaps` is that of `add_parts`.
+    """
     sums = [
         Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
         for n, (count, number) in parts.counts.items()
     ]
-    return add_parts(sums, p.dtype)
+    return add_parts(sums, p.dtype, overlaps=overlaps)
 
 
 def reduce_parts(

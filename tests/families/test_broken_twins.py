@@ -129,6 +129,13 @@ TWINS = (
     Twin(
         "group_backward",
         "group_backward",
+        "ptx::copy_beginning(own + at, from + at, min(left - at, 16));",
+        "ptx::copy_beginning(own + at, from + at, min(left - at, 12));",
+        Case(GROUPS, plans="A100", wanted=("input", "weight")),
+    ),
+    Twin(
+        "group_backward",
+        "group_backward",
         "C::kSlices > 1 && slice > 0 && d < task.end",
         "C::kSlices > 1 && slice > 1 && d < task.end",
         Case(Layer(4, 24, (3, 4, 14), T3, T2, T1, batch=1), "bfloat16", wanted=("input",)),

@@ -36,7 +36,7 @@ HOPPER = "sm_90a"
 OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
 # Beginnings of the names of kernels that use wgmma, or prepare or finish the work of one that does.
 HOPPER_ONLY = (
-    *("halo", "hopper", "rows_weight_grad", "unfold", "gather", "up", "group_backward"),
+    *("halo", "hopper", "rows_weight_grad", "unfold", "gather", "up"),
     *("pack", "turn", "reduce_"),
 )
 # Kernels that need Hopper or newer, because their launches overlap the previous launch.

@@ -318,13 +318,14 @@ inline void store_transposed(unsigned address, uint4 words) {
 
 struct EmulatedCopy {
   std::uint32_t* to;
-  const void* from;  // null: the copy writes zero
+  const void* from;                        // null: the copy writes zero
+  unsigned bytes = sizeof(std::uint32_t);  // bytes that are read, behind which the copy writes zeros
 };
 using EmulatedCopies = EmulatedQueue<EmulatedCopy, 8>;
 
 inline void execute(const EmulatedCopy& copy) {
   std::uint32_t word = 0;
-  if (copy.from) std::memcpy(&word, copy.from, sizeof word);
+  if (copy.from) std::memcpy(&word, copy.from, copy.bytes);
   emulator::races::write(copy.to, sizeof word);
   *copy.to = word;
 }
@@ -359,11 +360,77 @@ inline void copy_word(unsigned to, const void* from, bool inside) {
   copy_words<1>(emulator::shared_pointer(to, 4), from, inside);
 }
 
+inline void copy_beginning(unsigned to, const void* from, int bytes) {
+  auto* const words = static_cast<std::uint32_t*>(emulator::shared_pointer(to, 16));
+  if (to % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u || bytes < 1 || bytes > 16)
+    emulator::fail("an asynchronous copy of %d of 16 bytes that is not aligned", bytes);
+  emulator::races::write(words, 16);
+  for (int i = 0; i < 4; ++i) {
+    const int left = bytes - 4 * i, own = left < 0 ? 0 : left < 4 ? left : 4;
+    emulator::thread_state<EmulatedCopies>().push(
+        {words + i, own > 0 ? static_cast<const char*>(from) + 4 * i : nullptr, static_cast<unsigned>(own)});
+  }
+}
+
 inline void copy_commit() { emulator::thread_state<EmulatedCopies>().commit("asynchronous copies"); }
 
 template <int kPending>
 inline void copy_wait() {
   emulator::thread_state<EmulatedCopies>().wait(kPending);
+}
+
+// ---- Barriers in shared memory.
+
+struct EmulatedBarrier {
+  std::uint16_t count;    // arrivals per phase
+  std::uint16_t missing;  // arrivals that the current phase still lacks: at most 2^15
+  std::int32_t bytes : 31;
+  std::uint32_t parity : 1;  // parity of the current phase
+};
+static_assert(sizeof(EmulatedBarrier) == 8, "an mbarrier has 8 bytes");
+
+inline EmulatedBarrier& emulated_barrier(unsigned address) {
+  if (address % 8u) emulator::fail("a barrier in shared memory at %u", address);
+  return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address, 8));
+}
+
+inline void complete_phase_if_done(EmulatedBarrier& barrier, unsigned address) {
+  if (barrier.missing || barrier.bytes) return;
+  emulator::races::complete_phase(address, barrier.parity);
+  barrier.missing = barrier.count;
+  barrier.parity ^= 1u;
+}
+
+inline void barrier_init(unsigned address, unsigned count) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  emulator::races::init_barrier(address);
+  barrier.count = barrier.missing = static_cast<std::uint16_t>(count);
+  barrier.bytes = 0;
+  barrier.parity = 0;
+}
+
+inline void arrive_at(unsigned address, unsigned bytes) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  if (barrier.missing == 0) emulator::fail("more arrivals at the barrier at %u than it counts", address);
+  emulator::races::arrive(address);
+  barrier.missing -= 1;
+  barrier.bytes += static_cast<std::int32_t>(bytes);
+  complete_phase_if_done(barrier, address);
+}
+
+inline void barrier_arrive(unsigned address) { arrive_at(address, 0); }
+
+inline void copy_arrive(unsigned address) {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  for (unsigned i = 0; i < copies.size; ++i) execute(copies.items[i]);
+  copies.size = copies.groups = 0;
+  barrier_arrive(address);
+}
+
+inline void barrier_poll(unsigned address, unsigned parity) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_poll");
+  emulator::races::pass(address, parity);
 }
 
 }  // namespace tconv3d::ptx

@@ -10,44 +10,7 @@ inline void fence_barrier_init() {}
 
 // ---- Barriers in shared memory.
 
-struct EmulatedBarrier {
-  std::uint16_t count;    // arrivals per phase
-  std::uint16_t missing;  // arrivals that the current phase still lacks: at most 2^15
-  std::int32_t bytes : 31;
-  std::uint32_t parity : 1;  // parity of the current phase
-};
-static_assert(sizeof(EmulatedBarrier) == 8, "an mbarrier has 8 bytes");
-
-inline EmulatedBarrier& emulated_barrier(unsigned address) {
-  if (address % 8u) emulator::fail("a barrier in shared memory at %u", address);
-  return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address, 8));
-}
-
-inline void complete_phase_if_done(EmulatedBarrier& barrier, unsigned address) {
-  if (barrier.missing || barrier.bytes) return;
-  emulator::races::complete_phase(address, barrier.parity);
-  barrier.missing = barrier.count;
-  barrier.parity ^= 1u;
-}
-
-inline void barrier_init(unsigned address, unsigned count) {
-  EmulatedBarrier& barrier = emulated_barrier(address);
-  emulator::races::init_barrier(address);
-  barrier.count = barrier.missing = static_cast<std::uint16_t>(count);
-  barrier.bytes = 0;
-  barrier.parity = 0;
-}
-
-inline void barrier_arrive_expect(unsigned address, unsigned bytes) {
-  EmulatedBarrier& barrier = emulated_barrier(address);
-  if (barrier.missing == 0) emulator::fail("more arrivals at the barrier at %u than it counts", address);
-  emulator::races::arrive(address);
-  barrier.missing -= 1;
-  barrier.bytes += static_cast<std::int32_t>(bytes);
-  complete_phase_if_done(barrier, address);
-}
-
-inline void barrier_arrive(unsigned address) { barrier_arrive_expect(address, 0); }
+inline void barrier_arrive_expect(unsigned address, unsigned bytes) { arrive_at(address, bytes); }
 
 // The bulk copies of a block that are in flight. A copy is executed as late as possible, when a thread waits
 // for its barrier; until then its destination is poisoned, so that data that is read too early or overwritten
@@ -190,13 +153,6 @@ inline void warpgroup_sync(int which) {
     ++meetings.phase[which];
   }
   emulator::wait_until([&] { return meetings.phase[which] != phase; }, "warpgroup_sync");
-}
-
-inline void copy_arrive(unsigned address) {
-  auto& copies = emulator::thread_state<EmulatedCopies>();
-  for (unsigned i = 0; i < copies.size; ++i) execute(copies.items[i]);
-  copies.size = copies.groups = 0;
-  barrier_arrive(address);
 }
 
 template <int kRegisters>

@@ -1,5 +1,6 @@
-// The gradients of a layer with small groups (at most 8 input channels) from one read of dy, on Hopper
-// (sm_90; TF32, 16-bit types, whose values TF32 represents exactly, and strict float32):
+// The gradients of a layer with small groups (at most 8 input channels) from one read of dy, on every GPU
+// since compute capability 8.0 (TF32, 16-bit types, whose values TF32 represents exactly, and strict
+// float32):
 //   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
 //   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
 //   db[co]         = sum of dy[co], if it is wanted and every output belongs to a position (kBias)
@@ -9,8 +10,10 @@
 // groups (at most 8 channels in and out; weights between groups are zero) and loops over columns: a tile of
 // whole lines of positions, some of them along h, from one position to another along d.
 //
-//   producer       a warp (several with kLast). It copies the lines of dy that a plane of the tile needs, one
-//                  bulk copy for each channel, to a stage of a ring, and those of x to another ring
+//   producer       a warp (several with kLast). It copies the lines of dy that a plane of the tile needs, a
+//   run
+//                  of memory for each channel, to a stage of a ring, and those of x to another ring. Since
+//                  Hopper (kHopper) the copy engine moves a run; before, the lanes move 16 bytes each
 //   input grad     warps with 16 positions of kRows lines each. Rows are positions, K is co, columns are ci.
 //                  They hold all weights in registers, and accumulators for as many positions along d as a
 //                  plane of dy contributes to
@@ -78,7 +81,7 @@ __device__ __forceinline__ void compute(const GroupTiles<Config>& tiles,
 
 template <class Config>
 __device__ void run(const Args& args) {
-  ptx::launch_dependents();
+  if constexpr (Config::kHopper) ptx::launch_dependents();
   GroupTiles<Config> tiles(args);
   tiles.prepare();
   typename GroupTiles<Config>::Rings rings;
@@ -89,7 +92,7 @@ __device__ void run(const Args& args) {
     for (; tiles.slice < Config::kSlices; ++tiles.slice) {
       compute<Config>(tiles, rings);
       if constexpr (Config::kWeightWarps > 0) {  // the next slice is copied to where sums were passed
-        ptx::fence_async_proxy();
+        if constexpr (Config::kHopper) ptx::fence_async_proxy();
         tiles.meet();
       }
     }

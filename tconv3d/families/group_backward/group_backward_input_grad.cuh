@@ -194,7 +194,7 @@ struct GroupInputGrad : GroupTiles<C> {
         static_for<C::kStrideD>([&](auto phase) {
           constexpr int kPhase = decltype(phase)::value;
           if (!Tiles::template needed<kPhase>(task, q)) return;
-          ptx::barrier_wait(full(stage.index), stage.parity);
+          Tiles::wait(full(stage.index), stage.parity);
           const int plane = C::kStrideD * q + kPhase;
           if (exists && inside) {
             add_plane<kPhase, true>(sums, weights, task, unit, plane, stage.index);

@@ -11,15 +11,29 @@ struct GroupProducer : GroupTiles<C> {
   using Tiles::args, Tiles::bundle, Tiles::empty, Tiles::empty_x, Tiles::first_line, Tiles::first_out,
       Tiles::full;
   using Tiles::full_x, Tiles::lane, Tiles::offset_of, Tiles::split, Tiles::stage_bytes;
-  using Tiles::kCell, Tiles::kCellX, Tiles::kItem, Tiles::kLast, Tiles::kLines, Tiles::kPieces;
+  using Tiles::kBulk, Tiles::kCell, Tiles::kCellX, Tiles::kItem, Tiles::kLast, Tiles::kLines, Tiles::kPieces;
   using Tiles::kPiecesX, Tiles::kPieceX;
   using Tiles::stage_x_bytes, Tiles::stages, Tiles::stages_x, Tiles::task_at, Tiles::warp;
   using typename Tiles::Rings, typename Tiles::Scalar, typename Tiles::Task;
 
-  // Copies a run of a tensor by a bulk copy, extended to multiples of 16 bytes at both ends. The bulk copy
-  // must not read past the tensor's last multiple of 16 bytes: the lane copies the elements beyond it itself.
-  __device__ __forceinline__ void copy(unsigned char* to, const void* tensor, long long first, int count,
-                                       long long all, unsigned barrier) const {
+  // Copies a run of a tensor, extended to multiples of 16 bytes at both ends, by all lanes. No copy reads
+  // past the tensor's last element.
+  __device__ __forceinline__ void copy_run(unsigned char* to, const void* tensor, long long first, int count,
+                                           long long all) const {
+    const long long begin = first * kItem / 16 * 16, end = min(first + count, all) * kItem;
+    const int bytes = static_cast<int>(end - begin);
+    const int left = static_cast<int>(min(all * kItem - begin, static_cast<long long>(bytes) + 16));
+    const unsigned char* const from = static_cast<const unsigned char*>(tensor) + begin;
+    const unsigned own = ptx::shared_address(to);
+#pragma unroll 4
+    for (int at = 16 * lane; at < bytes; at += 16 * 32)
+      ptx::copy_beginning(own + at, from + at, min(left - at, 16));
+  }
+
+  // Copies a run by a bulk copy, which must not read past the tensor's last multiple of 16 bytes: the
+  // lane copies the elements beyond it itself.
+  __device__ __forceinline__ void copy_in_bulk(unsigned char* to, const void* tensor, long long first,
+                                               int count, long long all, unsigned barrier) const {
     const long long begin = first * kItem / 16 * 16, end = (first + count) * kItem;
     const long long last = min((end + 15) / 16 * 16, all * kItem / 16 * 16);
     for (long long at = max(last, first * kItem); at < end; at += kItem) {
@@ -31,6 +45,21 @@ struct GroupProducer : GroupTiles<C> {
     if (bytes > 0) {
       ptx::bulk_copy(ptx::shared_address(to), static_cast<const unsigned char*>(tensor) + begin, bytes,
                      barrier);
+    }
+  }
+
+  // Copies a run of each of kChannels channels to a stage, where channels are `pitch` bytes apart.
+  template <int kChannels>
+  __device__ __forceinline__ void copy_channels(unsigned char* stage, int pitch, const void* tensor,
+                                                long long first, long long apart, int count, long long all,
+                                                unsigned barrier) const {
+    if constexpr (kBulk) {
+      if (lane < kChannels)
+        copy_in_bulk(stage + lane * pitch, tensor, first + lane * apart, count, all, barrier);
+    } else {
+#pragma unroll 1
+      for (int c = warp; c < kChannels; c += C::kProducers)
+        copy_run(stage + c * pitch, tensor, first + c * apart, count, all);
     }
   }
 
@@ -63,12 +92,12 @@ struct GroupProducer : GroupTiles<C> {
         copy_cells<kPieces, 16>(args.dy, offset_of(args.dy_strides, task.n, first_out(), plane, from + line),
                                 args.dy_size.w, args.dy_strides.w, [&](int w) { return to + cell_at(w); });
       }
-      ptx::copy_arrive(full(stage));
-    } else if (lane < C::kOut) {
-      copy(stages + stage * stage_bytes() + lane * args.pitch, args.dy,
-           offset_of(args.dy_strides, task.n, first_out() + lane, plane, from),
-           max(lines, 0) * args.dy_size.w, args.dy_count, full(stage));
+    } else {
+      copy_channels<C::kOut>(stages + stage * stage_bytes(), args.pitch, args.dy,
+                             offset_of(args.dy_strides, task.n, first_out(), plane, from), args.dy_strides.c,
+                             max(lines, 0) * args.dy_size.w, args.dy_count, full(stage));
     }
+    if constexpr (!kBulk) ptx::copy_arrive(full(stage));
   }
 
   __device__ __forceinline__ void copy_x(const Task& task, int plane, int stage) const {
@@ -80,12 +109,12 @@ struct GroupProducer : GroupTiles<C> {
             args.x, offset_of(args.x_strides, task.n, bundle * C::kIn, plane, task.h + line), args.size.w,
             args.x_strides.w, [&](int w) { return to + w * (kCellX * kItem); });
       }
-      ptx::copy_arrive(full_x(stage));
-    } else if (lane < C::kIn) {
-      copy(stages_x + stage * stage_x_bytes() + lane * args.pitch_x, args.x,
-           offset_of(args.x_strides, task.n, bundle * C::kIn + lane, plane, task.h), lines * args.size.w,
-           args.x_count, full_x(stage));
+    } else {
+      copy_channels<C::kIn>(stages_x + stage * stage_x_bytes(), args.pitch_x, args.x,
+                            offset_of(args.x_strides, task.n, bundle * C::kIn, plane, task.h),
+                            args.x_strides.c, lines * args.size.w, args.x_count, full_x(stage));
     }
+    if constexpr (!kBulk) ptx::copy_arrive(full_x(stage));
   }
 
   __device__ __forceinline__ void produce(Rings& rings) const {
@@ -94,14 +123,14 @@ struct GroupProducer : GroupTiles<C> {
       const Task task = task_at(index);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
         if (C::kWeightWarps > 0 && q - C::kMinShiftD < task.end) {
-          ptx::barrier_wait(empty_x(stage_x.index), stage_x.parity ^ 1u);
+          Tiles::wait(empty_x(stage_x.index), stage_x.parity ^ 1u);
           copy_x(task, q - C::kMinShiftD, stage_x.index);
           stage_x.advance(args.stages_x);
         }
         static_for<C::kStrideD>([&](auto phase) {
           constexpr int kPhase = decltype(phase)::value;
           if (!Tiles::template needed<kPhase>(task, q)) return;
-          ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
+          Tiles::wait(empty(stage.index), stage.parity ^ 1u);
           copy_plane(task, C::kStrideD * q + kPhase, stage.index);
           stage.advance(args.stages);
         });

@@ -24,6 +24,8 @@ struct GroupTiles {
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
   static constexpr bool kLast = C::kLast, kWeightLast = C::kWeightLast;
   static constexpr bool kStrict = C::kHalves == 2;
+  // Whether the copy engine copies the runs of contiguous tensors; else the producer's threads copy.
+  static constexpr bool kBulk = C::kHopper && !kLast;
   // Elements in shared memory: the low halves of all weights, as lanes of the input gradient's warps take
   // them.
   static constexpr int kLowWeights = kStrict && C::kInputWarps > 0 ? 64 * kTaps : 0;
@@ -95,12 +97,12 @@ struct GroupTiles {
   __device__ __forceinline__ void prepare() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kMaxStages; ++i) {
-        ptx::barrier_init(full(i), kLast ? 32 * C::kProducers : C::kOut);
+        ptx::barrier_init(full(i), kBulk ? C::kOut : 32 * C::kProducers);
         ptx::barrier_init(empty(i), kConsumers);
-        ptx::barrier_init(full_x(i), kLast ? 32 * C::kProducers : C::kIn);
+        ptx::barrier_init(full_x(i), kBulk ? C::kIn : 32 * C::kProducers);
         ptx::barrier_init(empty_x(i), max(1, C::kWeightWarps));
       }
-      ptx::fence_barrier_init();
+      if constexpr (C::kHopper) ptx::fence_barrier_init();
     }
     if constexpr (kLowWeights > 0) {
       for (int i = threadIdx.x; i < kLowWeights; i += C::kThreads) {
@@ -284,6 +286,13 @@ struct GroupTiles {
     });
   }
 
+  static __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
+    if constexpr (C::kHopper) {
+      ptx::barrier_wait(barrier, parity);
+    } else {
+      ptx::barrier_poll(barrier, parity);
+    }
+  }
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(barrier);

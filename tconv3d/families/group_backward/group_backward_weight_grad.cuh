@@ -265,13 +265,13 @@ struct GroupWeightGrad : GroupTiles<C> {
       const Task task = task_at(index);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
         if (q - C::kMinShiftD < task.end) {
-          ptx::barrier_wait(full_x(next_x.index), next_x.parity);
+          Tiles::wait(full_x(next_x.index), next_x.parity);
           next_x.advance(args.stages_x);
         }
         static_for<C::kStrideD>([&](auto phase) {
           constexpr int kPhase = decltype(phase)::value;
           if (!Tiles::template needed<kPhase>(task, q)) return;
-          ptx::barrier_wait(full(stage.index), stage.parity);
+          Tiles::wait(full(stage.index), stage.parity);
           float sum = 0.0f;
           const Plane<kPhase> plane = plane_at<kPhase>(task, q, stage.index, stage_x);
 #pragma unroll 1

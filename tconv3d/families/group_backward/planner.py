@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from math import isqrt, prod
 
 from ...planning import calibration, tensor_cores
@@ -35,7 +36,8 @@ INPUT_WARPS = 8  # warps that compute the input gradient
 # Warps that produce and that compute the weight gradient, for contiguous and for channels-last tensors. A block has
 # at most 16 warps in total, so that a thread can have 128 registers.
 OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
-MIN_STAGES, MAX_STAGES = 3, 8
+# Stages of dy: the fewest, those that are wanted so that slow copies are hidden too, and the most.
+MIN_STAGES, GOOD_STAGES, MAX_STAGES = 2, 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # most registers per thread for weights, and for the sums of the weight gradient
 MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
@@ -45,6 +47,7 @@ MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
 MATRIX_CYCLES, MATRIX_CYCLES_STRICT = 6.0, 8.7
 SLICE_CYCLES = 6000  # cycles to pass on the sums of a slice and to begin the next
 COPIED_PER_CYCLE = 16  # bytes that a multiprocessor of an H200 copies per cycle
+LATENCY = 1500  # cycles until a copy arrives, which two stages alone do not hide
 START_PLANES = 3  # latency of a column's first planes, in the time that it takes to compute one plane of dy
 
 
@@ -190,12 +193,13 @@ def products(g: Geometry) -> int:
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, weight_grad: bool, device: Device) -> Tile | None:
     """Returns the tile with the most lines that the warps and shared memory can take, since lines of dy between two
-    tiles are read twice; None if no tile fits."""
+    tiles are read twice; None if no tile fits. GOOD_STAGES count more than lines, and Hopper never had fewer."""
     chunks = -(-problem.input_size[2] // UNIT)
     bands = min(INPUT_WARPS // chunks, -(-problem.input_size[1] // ROWS)) if chunks else 0
-    for count in range(bands, 0, -1):
+    stages = (GOOD_STAGES,) if _hopper(device) else (GOOD_STAGES, MIN_STAGES)
+    for least, count in product(stages, range(bands, 0, -1)):
         tile = Tile(problem, count, weight_grad, device.shared_bytes)
-        if tile.stages:
+        if tile.stages >= least:
             return tile
     return None
 
@@ -240,7 +244,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     g = problem.geometry
-    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP, in_halves=problem.loose):
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP, in_halves=problem.loose):
         return refusal
     if min(g.in_per_group, g.out_per_group) < 2:
         return "fewer than 2 channels per group"
@@ -301,6 +305,11 @@ def _strict(p: Problem) -> bool:
     return p.dtype == "float32" and not p.tf32
 
 
+def _hopper(device: Device) -> bool:
+    """Tells whether the device has a copy engine for runs of memory, and launches that overlap the previous one."""
+    return device.capability >= (9, 0)
+
+
 def _other_warps(p: Problem) -> tuple[int, int]:
     return OTHER_WARPS_LAST if _last(p) else OTHER_WARPS
 
@@ -329,6 +338,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes
+COPIED_BY_THREADS = "before Hopper"  # the kind of problems, for rates, on GPUs whose threads copy runs
 KERNEL, DX_SUMS = "group_backward", "dx sums"  # the name of offers, and the region of the workspace for slices
 
 
@@ -350,6 +360,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 def _offer(wanted: Wanted, device: Device) -> Offer:
     first = next(iter(wanted.values()))
     kind = "sliced" if slices(first.geometry) > 1 else calibration.kind_of(first)
+    kind = kind if _hopper(device) else COPIED_BY_THREADS
     factor = calibration.surcharge(KERNEL, device, kind)
     counted, make = partial(_work, wanted, device), partial(_plan, wanted, device)
     return Offer(KERNEL, tuple(wanted), first, device, counted, make, kind=kind, surcharge=factor)
@@ -361,11 +372,11 @@ def work(problem: Problem, device: Device) -> Work:
 
 
 def _work(wanted: Wanted, device: Device) -> Work:
-    """Returns the products of all gradients. In strict float32 and for slices of output channels, for which no rates
-    by products were measured, returns the cycles of the busiest multiprocessor."""
+    """Returns the products of all gradients, or the cycles of the busiest multiprocessor where no rates by products
+    were measured: in strict float32, for slices of output channels, and where threads copy."""
     p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
     g, launches = p.geometry, 2 if weight_grad else 1
-    if not _strict(p) and slices(g) == 1:
+    if not _strict(p) and slices(g) == 1 and _hopper(device):
         return Work(launches, products=sum(p.flops / 2 for which, p in wanted.items() if which is not Pass.BIAS_GRAD))
     tile = tile_of(p, weight_grad, device)
     assert tile is not None, "the work of a problem that why_not() refuses"
@@ -374,6 +385,7 @@ def _work(wanted: Wanted, device: Device) -> Work:
     computing = tile.bands * tile.chunks * ROWS * instructions * cycles
     sums = 2 * 4 * tile.lines * p.input_size[2] * ins(g) * (slices(g) > 1)  # read and written again
     copying = (tile.copied_bytes + sums) / COPIED_PER_CYCLE
+    copying += LATENCY * g.stride[0] * (tile.stages < GOOD_STAGES)
     planes = split_of(p, tile, g.groups // bundled(g), device).cost
     return Work(launches, cycles=slices(g) * (planes * max(computing, copying) + SLICE_CYCLES))
 
@@ -387,7 +399,8 @@ def _plan(wanted: Wanted, device: Device) -> Plan:
     bundles = p.geometry.groups // bundled(p.geometry)
     split = split_of(p, tile, bundles, device)
     parts = Parts(p, split.splits, 1, 1 if Pass.BIAS_GRAD in wanted else 0)
-    launches = (_main(wanted, tile, split, parts), *((sum_of_parts(p, parts),) if weight_grad else ()))
+    main = _main(wanted, tile, split, parts, device)
+    launches = (main, *((sum_of_parts(p, parts, overlaps=_hopper(device)),) if weight_grad else ()))
     start, sums = parts.bytes if weight_grad else 0, _sums_bytes(p)
     regions = parts.regions if weight_grad else ()
     return Plan(
@@ -401,7 +414,7 @@ def _plan(wanted: Wanted, device: Device) -> Plan:
     )
 
 
-def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
+def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts, device: Device) -> Launch:
     p = tile.problem
     input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
     g, stages = p.geometry, tile.stages
@@ -410,7 +423,10 @@ def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
     return GROUP_BACKWARD.launch(
         g.groups // bundled(g) * split.splits,
         32 * sum(warps),
-        _constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
+        (
+            *_constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
+            ("kHopper", _hopper(device)),
+        ),
         {
             "x": "x" if weight_grad else "null",
             "weight": "weight" if input_grad else "null",

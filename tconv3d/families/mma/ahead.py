@@ -1,4 +1,4 @@
-"""Offers blocks on mma.sync that stay for many tiles, for memory-bound forward passes in TF32 (mma.cuh, kAhead).
+"""Offers blocks on mma.sync that stay for many tiles, for memory-bound forward passes (mma.cuh, kAhead).
 
 All weights of a block lie in shared memory, and the last step of a tile asks for the first halo of the next one, so
 that loads go on while outputs are stored. Nobody has measured these builds, which are therefore an offer of their own
@@ -24,12 +24,12 @@ from .model import PIECES, WORDS, Build, Candidate, Shape
 from .work import Work
 
 PASSES = (Pass.FORWARD,)
-LEAST_TILES = 16  # sums of a warp, in tiles of 16 x 8
+LEAST_TILES, FEWEST_TILES = 16, 4  # sums of a warp, in tiles of 16 x 8; the fewest if it has all columns of a group
 WARPS = ((8, 1), (4, 2), (4, 1))
 FEWEST_POSITIONS = 32768  # positions of the volumes of all batch items: fewer make too few tiles for each block
 BOXES = 1  # boxes of each shape to try
 
-Choice = Build
+Choice = tuple[Build, bool]  # a build, and whether x is first rewritten as rows of channels
 _repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
 
 
@@ -43,13 +43,12 @@ def why_never(problem: Problem, device: Device) -> str | None:
         return "it is for GPUs without Hopper's instructions"
     if refusal := planner.why_never(problem, device):
         return refusal
-    if problem.dtype != "float32" or not problem.tf32:
-        return "copies through registers and strict float32 do not wait for memory"
     if problem.channels or problem.norm:
         return "what follows the sums needs whole blocks"
     if problem.which is not Pass.FORWARD:
         return f"it computes forward passes, not the pass {problem.which.value}"
-    if problem.bytes / model.MEMORY_BYTES_PER_CYCLE < problem.flops / 2 / planner.PRODUCTS_PER_CYCLE:
+    products = planner.PRODUCTS_PER_CYCLE * 4 / problem.item_bytes
+    if problem.bytes / model.MEMORY_BYTES_PER_CYCLE < problem.flops / 2 / products:
         return "the layer waits for tensor cores, not for memory"
     if Side.of(problem).positions < FEWEST_POSITIONS:
         return "blocks would have too few tiles"
@@ -78,7 +77,9 @@ def forget() -> None:
 
 def chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
-    kind = problem.which, problem.geometry, problem.activation, problem.input[1] == 1, problem.output[4] == 1
+    layouts = problem.input[1] == 1, problem.output[4] == 1
+    types = problem.dtype, problem.tf32, problem.activation
+    kind = problem.which, problem.geometry, *types, *layouts
     choice = _repertoire.choose(
         (*kind, planner.copy_of(Side.of(problem)), device),
         (problem.batch, problem.input_size),
@@ -100,32 +101,34 @@ def _own(problem: Problem, device: Device) -> Choice | None:
 
 def _fastest(problem: Problem, device: Device) -> Choice | None:
     best = min(candidates(problem, device), key=lambda each: each.cycles(device), default=None)
-    return None if best is None else best.build
+    return None if best is None else (best.build, best.rows)
 
 
 @lru_cache(maxsize=4096)
-def _best(problem: Problem, device: Device, build: Build) -> Candidate | None:
+def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
     """Returns a build with its predicted fastest box for the volume, or None if none fits."""
-    side = Side.of(problem)
-    work = Work(side, build.unrolled, build.apart)
-    found = (_fitting(work, build, box, planner.copy_of(side), device) for box in _boxes(work, build))
-    same = (each for each in found if each is not None and each.build == build)
-    return min(same, key=lambda each: each.cycles(device), default=None)
+    build, with_rows = choice
+    for side, copy, rows in planner.sides(problem, device):
+        if rows == with_rows:
+            work = Work(side, build.unrolled, build.apart)
+            found = (_fitting(work, build, box, copy, device, rows) for box in _boxes(work, build))
+            same = (each for each in found if each is not None and each.build == build)
+            return min(same, key=lambda each: each.cycles(device), default=None)
+    return None
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Candidate]:
     """Yields all builds that fit the device and have several tiles for each block, with their cheapest boxes."""
-    side = Side.of(problem)
-    copy = planner.copy_of(side)
-    for work in model.works(side):
-        if not work.unrolled:
-            continue
-        for shape in model.shapes(work, copy, problem.item_bytes):
-            if _is_worth_trying(work, shape):
-                for build in _builds(work, shape):
-                    for box in _boxes(work, build)[:BOXES]:
-                        if found := _fitting(work, build, box, copy, device):
-                            yield found
+    for side, copy, rows in planner.sides(problem, device):
+        for work in model.works(side) if copy in (PIECES, WORDS) else ():
+            if not work.unrolled:
+                continue
+            for shape in model.shapes(work, copy, problem.item_bytes):
+                if _is_worth_trying(work, shape):
+                    for build in _builds(work, shape):
+                        for box in _boxes(work, build)[:BOXES]:
+                            if found := _fitting(work, build, box, copy, device, rows):
+                                yield found
 
 
 def _boxes(work: Work, build: Build) -> tuple[Box, ...]:
@@ -135,15 +138,15 @@ def _boxes(work: Work, build: Build) -> tuple[Box, ...]:
 
 
 def _may_be_along(work: Work) -> bool:
-    """Tells whether no taps share fragments, so that the rows of a tile may be neighbours along w."""
-    along, y = work.side.gathers[2], work.side.y
-    dense = y[4] == 1 and along.input_step == 1 and along.output_step == along.phases in (1, 2, 4)
-    return dense and all(window.span == 0 for window in work.windows)
+    """Tells whether neighbours along w are neighbours in memory, so that the rows of a tile may lie along w."""
+    along = work.side.gathers[2]
+    return work.side.y[4] == 1 and along.input_step == 1 and along.output_step == along.phases in (1, 2, 4)
 
 
 def _is_worth_trying(work: Work, shape: Shape) -> bool:
     tiles = len(work.inner.phases) * shape.tiles_m * shape.tiles_n
-    return tiles >= LEAST_TILES and (shape.warps_m, shape.warps_n) in WARPS
+    least = FEWEST_TILES if 8 * shape.tiles_n * shape.warps_n >= work.side.outs else LEAST_TILES
+    return tiles >= least and (shape.warps_m, shape.warps_n) in WARPS
 
 
 def _builds(work: Work, shape: Shape) -> Iterator[Build]:
@@ -154,10 +157,10 @@ def _builds(work: Work, shape: Shape) -> Iterator[Build]:
             yield replace(build, resident=True, ahead=True, along=along)
 
 
-def _fitting(work: Work, build: Build, box: Box, copy: int, device: Device) -> Candidate | None:
+def _fitting(work: Work, build: Build, box: Box, copy: int, device: Device, rows: bool) -> Candidate | None:
     """Returns a build with as many blocks as fit, and as many tiles as make all blocks run at once; or None."""
-    found = Candidate(work, build, box, copy, work.side.problem.item_bytes)
-    if copy not in (PIECES, WORDS) or not model.may_stay(work, found.chunks, found.tap_bytes, device):
+    found = Candidate(work, build, box, copy, work.side.problem.item_bytes, rows)
+    if not model.may_stay(work, found.chunks, found.tap_bytes, device):
         return None
     fit = min(found.blocks_that_fit(device), build.blocks)
     steps = (sum(-(-len(source.rows) // build.rows) for source in phase) for phase in work.phases)

@@ -161,10 +161,13 @@ struct MmaStores {
             kStepW, to.exists && channel < C::kOuts ? left : 0};
   }
 
-  // Stores lines of outputs from registers: 8 lanes have neighbouring positions along w, all phases of each.
-  __device__ __forceinline__ void store_directly(Sums& sums) const {
-    static_assert(!C::kAlongW || (C::kTilesM == 1 && kStepW == 1 && C::kSplits == 1),
-                  "outputs are neighbours");
+  // Lines of outputs that are stored from registers: 8 lanes have neighbouring positions along w, all phases
+  // of each. A lane has kLineOutputs outputs of each of its two channels of a tile of columns: of two
+  // positions.
+  static constexpr int kLineOutputs = 2 * kPhasesW;
+
+  // Applies the epilogue to all sums of these lines, in place.
+  __device__ __forceinline__ void finish_lines(Sums& sums) const {
     constexpr int kAll = 2 * C::kTilesN;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -186,20 +189,95 @@ struct MmaStores {
           finish_all<false>(runs, own);
 #pragma unroll
           for (int r = 0; r < kRuns; ++r) {
-            if (runs[r].present < 1) continue;
-            Out* const to = outputs() + runs[r].offset;
-            const auto values = narrowed(own[r]);
-            if (kVector == kPhasesW && tile.args.store_width == kPhasesW) {
-              store_vector(to, values);
-            } else {
 #pragma unroll
-              for (int k = 0; k < kPhasesW; ++k) {
-                if (k < runs[r].present) to[k] = values.at[k];
-              }
-            }
+            for (int k = 0; k < kPhasesW; ++k)
+              sums[f + k][0][(kStart + r) / 2][2 * half + (kStart + r) % 2] = own[r][k];
           }
         });
       }
+    }
+  }
+
+  // Stores the outputs of a position and channel, all phases along w, by one access.
+  __device__ __forceinline__ void store_wide_lines(const Sums& sums) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto at = tile.position(warp_m, half * 8 + lane / 4, 0);
+#pragma unroll
+      for (int f = 0; f < C::kPhases; f += kPhasesW) {
+#pragma unroll
+        for (int r = 0; r < 2 * C::kTilesN; ++r) {
+          const OutputRun run = run_of_line(at, f, 0, channel_of_tile(r / 2) + r % 2);
+          float own[kPhasesW];
+#pragma unroll
+          for (int k = 0; k < kPhasesW; ++k) own[k] = sums[f + k][0][r / 2][2 * half + r % 2];
+          if (run.present > 0) store_vector(outputs() + run.offset, narrowed(own));
+        }
+      }
+    }
+  }
+
+  // Transposes 4 values of each of the 4 lanes of a quad: lane q then has value q of every lane, in their
+  // order.
+  __device__ __forceinline__ void turn_quad(float (&values)[4]) const {
+    static_for<2>([&](auto bit) {
+      constexpr int kStep = decltype(bit)::value + 1;  // 1, then 2
+      const bool upper = (lane & kStep) != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int low = kStep == 1 ? 2 * i : i;
+        const float got = __shfl_xor_sync(0xFFFFFFFFu, upper ? values[low] : values[low + kStep], kStep);
+        if (upper) {
+          values[low] = got;
+        } else {
+          values[low + kStep] = got;
+        }
+      }
+    });
+  }
+
+  // Stores outputs one by one, at any address. The lanes of a quad pass each other their outputs, so that an
+  // access of a warp has up to 32 neighbours of a line, and fills the sectors that it touches.
+  __device__ __forceinline__ void store_turned_lines(const Sums& sums) const {
+    const typename Tile::Position both[2] = {tile.position(warp_m, lane / 4, 0),
+                                             tile.position(warp_m, 8 + lane / 4, 0)};
+#pragma unroll
+    for (int f = 0; f < C::kPhases; f += kPhasesW) {
+#pragma unroll
+      for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2 * kLineOutputs; i += 4) {
+          float values[4];
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const int of_channel = (i + v) % kLineOutputs, e = (i + v) / kLineOutputs;
+            values[v] = sums[f + of_channel % kPhasesW][0][j][of_channel / kPhasesW * 2 + e];
+          }
+          turn_quad(values);
+          const int own = i + lane % 4, of_channel = own % kLineOutputs, e = own / kLineOutputs;
+          const typename Tile::Position& at = of_channel / kPhasesW == 0 ? both[0] : both[1];
+          // The channel of the quad's first lane, from which those of the others follow at equal distances.
+          const int channel = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8 + Layout::column(j, e);
+          const int apart = Layout::column(j, 2) - Layout::column(j, 0);
+          const OutputRun run = run_of_line(at, f, of_channel % kPhasesW, channel);
+          Out* to = outputs() + run.offset;
+#pragma unroll
+          for (int r = 0; r < 4; ++r, to += apart * tile.args.y_strides.c) {
+            if (run.present > 0 && channel + r * apart < C::kOuts) *to = Narrow<Out>::from(values[r]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_directly(Sums& sums) const {
+    static_assert(!C::kAlongW || (C::kTilesM == 1 && kStepW == 1 && C::kSplits == 1),
+                  "outputs are neighbours");
+    finish_lines(sums);
+    if (kVector == kPhasesW && kPhasesW > 1 && tile.args.store_width == kPhasesW) {
+      store_wide_lines(sums);
+    } else {
+      store_turned_lines(sums);
     }
   }
 

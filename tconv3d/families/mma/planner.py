@@ -69,7 +69,7 @@ def why_never(problem: Problem, device: Device) -> str | None:
         return f"fewer than {LEAST_PAIRS} pairs of channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than the tables hold"
-    return tensor_cores.why_not_halves(Side.of(problem).mean_terms) if _strict(problem) else None
+    return tensor_cores.why_not_halves(Side.of(problem).mean_terms, problem.loose) if _strict(problem) else None
 
 
 def _strict(problem: Problem) -> bool:

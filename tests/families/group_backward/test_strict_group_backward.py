@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from all_gradients import gradients, tensors
+from ampere import AMPERE
 from layers import Layer, passes
 from mutants import kernel_from, mutate_kernel
 from preferred import forgetting, kernels_of, preferring
@@ -20,7 +21,8 @@ from torch import Tensor
 import tconv3d
 from tconv3d.families.group_backward import planner as group
 from tconv3d.planning.offers import Offer
-from tconv3d.planning.problem import Pass, Problem
+from tconv3d.planning.problem import Pass, Problem, channels_last_strides
+from tconv3d.torch_ops import executor
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
@@ -34,8 +36,6 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def preferred(ours: str) -> Iterator[str]:
-    if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the copy engine needs compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     tconv3d.allow_tf32_in_groups(False)
     with preferring("group_backward"):
@@ -68,6 +68,29 @@ def test_errors_do_not_grow_with_the_number_of_positions(preferred: str, monkeyp
     monkeypatch.setattr(group, "split_of", partial(one_block, group.split_of))
     layer = Layer(8, 4, (40, 4, 128), (1, 1, 1), groups=2, batch=1)
     assert errors(layer, *(t.abs() for t in tensors(layer, torch.float32, preferred)))[1] < 6e-8
+
+
+@pytest.mark.parametrize("layout", [CONTIGUOUS, LAST], ids=str)
+def test_two_planes_in_shared_memory_suffice(
+    layout: torch.memory_format, preferred: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU without the copy engine and with little shared memory, under the race detector."""
+    if preferred != "cpu":
+        pytest.skip("the GPU at hand decides")
+    layer = Layer(8, 8, (4, 3, 125), T3, T2, T1, groups=2, batch=1)
+    x, w, dy = tensors(layer, torch.float32, preferred)
+    operands = x.contiguous(memory_format=layout), w, dy.contiguous(memory_format=layout)
+    weight_grad = strict(layer)[Pass.WEIGHT_GRAD]
+    if layout is LAST:
+        shapes = (1, 8, *layer.size), (1, 8, *weight_grad.output_size)
+        x_strides, y_strides = map(channels_last_strides, shapes)
+        weight_grad = replace(weight_grad, input=x_strides, output=y_strides)
+    device = replace(AMPERE, shared_bytes=group.Tile(weight_grad, 1, True, 2**20).bytes(2))
+    found = group.tile_of(weight_grad, True, device)
+    assert found is not None and found.stages == 2
+    monkeypatch.setattr(executor, "EMULATED", device)
+    monkeypatch.setenv("TCONV3D_EMULATOR_RACES", "1")
+    assert max(errors(layer, *operands)) < 2.5e-7
 
 
 def one_block(split_of: Callable[..., group.Split], *problem: object) -> group.Split:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ampere import AMPERE
 from layers import T1, T3, Layer, check, to_tf32
-from mutants import kernel_from, mutate
+from mutants import kernel_from, mutate, mutate_kernel
 from preferred import only, preferring
 
 import tconv3d
@@ -36,10 +36,13 @@ CASES = {
     "channels last": (Layer(16, 12, (4, 9, 17), T3, T2, T1, T1, batch=1), LAST),
     "groups": (Layer(16, 16, (4, 5, 18), T3, T2, T1, groups=2, batch=1), CONTIGUOUS),
     "empty phases": (Layer(8, 8, (5, 5, 12), T3, T2, (0, 1, 2), T1, dilation=T2), CONTIGUOUS),
+    "wide kernel, groups": (Layer(32, 20, (3, 4, 19), (3, 2, 5), T2, (1, 0, 2), groups=2, batch=2), CONTIGUOUS),
+    "one phase along w": (Layer(24, 24, (5, 4, 33), T3, (2, 2, 1), T1, groups=3, batch=1), CONTIGUOUS),
+    "stride 4 along w": (Layer(16, 12, (5, 3, 18), (2, 2, 5), (2, 2, 4), T1, groups=2, batch=1), CONTIGUOUS),
 }
-
-
-ALONG = ("up-convolution", "lines of any length")  # outputs are stored from registers
+TYPES = {"tf32": torch.float32, "strict": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Layers whose outputs are stored from registers, also where other builds are predicted to be faster.
+FROM_REGISTERS = ("groups", "wide kernel, groups", "one phase along w", "stride 4 along w")
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +67,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
     torch.backends.cudnn.conv.fp32_precision = before
 
 
-def checked(name: str) -> None:
+def checked(name: str, kind: str = "tf32") -> None:
     layer, memory_format = CASES[name]
-    x, *rest = (to_tf32(each) for each in layer.operands(torch.float32, "cpu"))
+    operands = layer.operands(TYPES[kind], "cpu")
+    x, *rest = (to_tf32(each) for each in operands) if kind == "tf32" else operands
+    tconv3d.allow_tf32_in_groups(kind == "tf32")
     with only("mma", "tensor_weight_grad", "direct"), preferring("mma_ahead"):
         operands = [x.to(memory_format=memory_format), *rest]
-        check(layer, torch.float32, "cpu", operands, tf32=True, forward_only=True)
+        check(layer, TYPES[kind], "cpu", operands, tf32=kind == "tf32", forward_only=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,7 +83,48 @@ def test_every_element_against_float64(name: str, chosen: list[Candidate], monke
     checked(name)
     mine = [each for each in chosen if each.build.ahead]
     assert mine and all(each.tiles_of_block > 1 for each in mine)
-    assert all(each.build.along == (name in ALONG) for each in mine)
+    assert all(each.build.along for each in mine) or name not in ("up-convolution", "lines of any length")
+
+
+@pytest.fixture
+def from_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only builds that store from registers are offered."""
+    all_builds = ahead.candidates
+
+    def along(problem: Problem, device: Device) -> Iterator[Candidate]:
+        return (each for each in all_builds(problem, device) if each.build.along)
+
+    monkeypatch.setattr(ahead, "candidates", along)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", FROM_REGISTERS)
+def test_stores_from_registers(
+    name: str, kind: str, chosen: list[Candidate], from_registers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of any length and alignment, of all types, where neighbouring taps read neighbouring positions."""
+    monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:2")
+    checked(name, kind)
+    assert [each.work.strict for each in chosen if each.build.along] == [kind == "strict"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("groups", "strict"), ("stride 4 along w", "bfloat16")])
+def test_stores_from_registers_have_no_race(
+    name: str, kind: str, from_registers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TCONV3D_EMULATOR_RACES", "1")
+    checked(name, kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "replacement"), [("turn_quad(values);", ""), ("own % kLineOutputs, e", "own % kLineOutputs ^ 1, e")]
+)
+def test_mutants_of_stores_from_registers_are_found(
+    text: str, replacement: str, from_registers: None, tmp_path: Path
+) -> None:
+    mutate_kernel("mma", text, replacement, tmp_path / "kernels")
+    with kernel_from(tmp_path / "kernels", "mma"), pytest.raises(AssertionError, match="elements wrong"):
+        checked("groups")
 
 
 def test_copies_are_ahead_by_one_tile_at_most_beside_empty_phases() -> None:
