@@ -21,7 +21,7 @@ from ...planning.side import Side
 from . import model, planner
 from .box import Box, boxes, boxes_along
 from .model import PIECES, WORDS, Build, Candidate, Shape
-from .work import Work
+from .work import Work, works
 
 PASSES = (Pass.FORWARD,)
 LEAST_TILES = 16  # sums of a warp, in tiles of 16 x 8
@@ -117,7 +117,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Candidate]:
     """Yields all builds that fit the device and have several tiles for each block, with their cheapest boxes."""
     side = Side.of(problem)
     copy = planner.copy_of(side)
-    for work in model.works(side):
+    for work in works(side):
         if not work.unrolled:
             continue
         for shape in model.shapes(work, copy, problem.item_bytes):

@@ -27,7 +27,7 @@ class Box:
     line: int  # slots from line to line of the halo along h
     sheet: int  # slots from line to line of the halo along d
     slots: int  # slots of the halo
-    tiles: tuple[int, ...]  # number of boxes along n, d, h, w
+    tiles: tuple[int, ...]  # number of boxes along n, d, h, w, of all classes of positions
 
     @classmethod
     def of(cls, work: Work, items: int, tile: Triple) -> Box:
@@ -39,7 +39,8 @@ class Box:
         # The lines of the box that follow each other, also from sheet to sheet, are an odd number of slots apart
         # modulo 8: the 8 rows of one ldmatrix lie in different banks.
         sheet += (tile[1] * line - sheet) % 8
-        tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
+        classes = (1, *(each.present for each in work.classes))
+        tiles = tuple(-(-extent // t) * n for extent, t, n in zip(whole, (items, *tile), classes, strict=True))
         return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
 
     @property

@@ -19,7 +19,7 @@ from ...planning.plain_data import once
 from ...planning.problem import Device, Pass, last_offset
 from ...planning.side import Side
 from .box import Box, boxes
-from .work import Work
+from .work import Work, works
 
 # Kinds of copies of the halo (kCopy): of 16 bytes or of 4 bytes (mma_copies.cuh); through registers of 2 bytes, or of
 # pairs of positions of lines that begin at even elements only, or also at odd ones (mma_pairs.cuh).
@@ -105,6 +105,7 @@ class Build:
     splits: int = 1  # blocks that share the input channels of a tile; above 1, each stores partial sums
     ahead: bool = False  # a resident block copies the next tile's first halo while it stores
     along: bool = False  # the rows of a warp's tile are neighbours along w, and outputs are stored from registers
+    lattices: int = 0  # outermost dimensions along which the positions of a block are of one class (planning/classes.py)
 
     @property
     def threads(self) -> int:
@@ -129,6 +130,7 @@ class Build:
             + (", stored from registers" if self.along else "")
             + (", a halo for each tap" if self.apart else "")
             + (f", {self.splits} blocks for a tile's sums" if self.splits > 1 else "")
+            + (f", a lattice of inputs along {'dhw'[: self.lattices]}" if self.lattices else "")
         )
 
 
@@ -200,7 +202,8 @@ class Candidate:
     @property
     def store_phases(self) -> int:
         """The phases along w that a line of y in shared memory interleaves."""
-        return self.work.side.gathers[2].phases if self.work.unrolled else 1
+        whole = self.work.classes[2].number == 1
+        return self.work.side.gathers[2].phases if self.work.unrolled and whole else 1
 
     @property
     def store_vector(self) -> int:
@@ -361,10 +364,8 @@ class Candidate:
         b_bytes = warps * k_steps * taps * b.tiles_n * 8 * self.work.step_bytes * self.halves
         weight_bytes = self.own_chunks * taps * self.tap_bytes / self.tiles_of_block
         item_bytes = sources * self.box.halo_items * self.item_bytes
-        halo_bytes, read_bytes = (
-            item_bytes * self.own_chunks * self.chunk,
-            item_bytes * min(side.reduced, self.own_chunks * self.chunk),
-        )
+        halo_bytes = item_bytes * self.own_chunks * self.chunk
+        read_bytes = item_bytes * min(side.reduced, self.own_chunks * self.chunk)
         shared = a_loads * 16 * self.work.step_bytes + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
@@ -403,7 +404,7 @@ class Candidate:
         """Bytes read in whole sectors of 32 bytes, divided by the bytes of the halo."""
         if self.work.side.x[4] == 1:
             line = self.box.halo[2] * self.item_bytes
-            return (line + SECTOR_ENDS) / line
+            return (self.box.halo[2] * min(self.work.line_steps[2] * self.item_bytes, SECTOR) + SECTOR_ENDS) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
         return max(1.0, SECTOR / run)
 
@@ -449,16 +450,9 @@ def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> 
     return sums + window + 2 * tiles_n + OTHER_REGISTERS + JOB_REGISTERS[copy]
 
 
-def works(side: Side) -> Iterator[Work]:
-    """Yields the divisions of taps into rows and inner taps that are worth considering."""
-    for unrolled in range(4):
-        work, own = Work(side, unrolled), side.gathers[3 - unrolled :]
-        if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
-            continue  # a single tap along w leaves nothing to unroll
-        if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
-            continue
-        if 0 < len(work.inner.loads) <= 32:
-            yield work
+def copy_of_lattice(work: Work, copy: int) -> int:
+    """Returns the kind of copy of a halo: pairs of positions are neighbours in memory, not along a lattice."""
+    return HALVES if copy >= PAIRS and work.line_steps[2] > 1 else copy
 
 
 class Shape(NamedTuple):
@@ -506,10 +500,8 @@ def builds(work: Work, shape: Shape) -> Iterator[Build]:
     """Yields the builds of a shape."""
     tiles_m, tiles_n, warps_m, warps_n, steps, blocks = shape
     for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
-        yield Build(
-            *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
-            apart=work.apart,
-        )
+        of_shape = (work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks)
+        yield Build(*of_shape, apart=work.apart, lattices=work.lattices)
 
 
 @lru_cache(maxsize=4096)
@@ -525,15 +517,17 @@ def rows_of_step(work: Work, multiplies: int) -> tuple[int, ...]:
     return tuple(r for i, r in enumerate(found) if r * each >= FEW_IN_STEP or i + 1 == len(found))
 
 
-def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
+def candidates(
+    side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False, lattices: int = 0
+) -> Iterator[Candidate]:
     """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels.
 
     Where taps reach so far that no halo fits, every tap gets a halo of its own.
     """
     found = None
-    for found in _of_works(works(side), copy, item_bytes, device, rows):
+    for found in _of_works(works(side, lattices), copy, item_bytes, device, rows):
         yield found
-    if found is None:
+    if found is None and not lattices:
         yield from _of_works([Work(side, 0, apart=True)], copy, item_bytes, device, rows)
 
 
@@ -542,7 +536,8 @@ def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Devic
         for shape in shapes(work, copy, item_bytes):
             for build in builds(work, shape):
                 for box in boxes(work, build.tiles_m, build.warps_m):
-                    yield from fitting(Candidate(work, build, box, copy, item_bytes, rows), device)
+                    made = Candidate(work, build, box, copy_of_lattice(work, copy), item_bytes, rows)
+                    yield from fitting(made, device)
 
 
 def fitting(found: Candidate, device: Device) -> Iterator[Candidate]:
@@ -559,7 +554,8 @@ def candidates_of(
     build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
 ) -> Iterator[Candidate]:
     """Yields one build with each of its boxes that fit the device."""
-    work = Work(side, build.unrolled, build.apart)
+    work = Work.of(side, build.unrolled, build.apart, build.lattices)
+    copy = copy_of_lattice(work, copy)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)
         found = found.in_one_wave(device) if build.resident else found

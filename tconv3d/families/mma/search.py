@@ -19,7 +19,7 @@ from ...planning.side import Side
 from . import model
 from .box import Box, boxes
 from .model import Build, Candidate, Shape
-from .work import Work
+from .work import Work, lattices_of, works
 
 ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 
@@ -56,14 +56,21 @@ class _Shapes(NamedTuple):
                 yield _Group(least, (*self.order[:2], place), bound, shape, box)
 
 
-def fastest(sides: Iterable[tuple[Side, int, bool]], item_bytes: int, device: Device) -> Candidate | None:
-    """Returns the predicted fastest candidate of some sides, each with its kind of copy and whether it has rows."""
+def fastest(
+    sides: Iterable[tuple[Side, int, bool]], item_bytes: int, device: Device, lattices: bool = False
+) -> Candidate | None:
+    """Returns the predicted fastest candidate of some sides, each with its kind of copy and whether it has rows.
+
+    `lattices`: the positions of a block are of one class along some dimensions.
+    """
     best: tuple[float, Candidate] | None = None
     for side, copy, rows in sides:
         most = best[0] if best else inf
-        bounds = [_Bound(work, copy, item_bytes, device, rows) for work in model.works(side)]
+        numbers = lattices_of(side) if lattices else (0,)
+        divisions = [work for number in numbers for work in works(side, number)]
+        bounds = [_Bound(work, copy, item_bytes, device, rows) for work in divisions]
         found, any_fits = _of_works(bounds, most)
-        if not any_fits:
+        if not any_fits and not lattices:
             found, _ = _of_works([_Bound(Work(side, 0, apart=True), copy, item_bytes, device, rows)], most)
         best = found or best
     return best[1] if best else None
@@ -178,6 +185,7 @@ class _Bound:
     """
 
     def __init__(self, work: Work, copy: int, item_bytes: int, device: Device, rows: bool) -> None:
+        copy = model.copy_of_lattice(work, copy)
         self.work, self.copy, self.item_bytes, self.device = work, copy, item_bytes, device
         phases = len(work.phases)
         self.kinds = work.side.problem.geometry.groups * phases
@@ -223,7 +231,7 @@ class _Bound:
     def _of_box(self, box: Box) -> _BoxWork:
         width = box.tile[2]
         if width not in self._of_width:  # what is torn and wasted depends on the width of a box alone
-            build = Build(self.work.unrolled, 1, 1, 1, 1, 1, 1, 1, 1, apart=self.work.apart)
+            build = Build(self.work.unrolled, *(1,) * 8, apart=self.work.apart, lattices=self.work.lattices)
             one = Candidate(self.work, build, box, self.copy, self.item_bytes, self.with_rows)
             self._of_width[width] = one.torn, one.sector_waste if self.lines else 1.0
         return _BoxWork(box.slots, box.halo_items, prod(box.tiles), box.positions, *self._of_width[width])

@@ -1,0 +1,177 @@
+"""Blocks on mma.sync whose positions are of one class, so that their taps read a lattice of x (layers with dilation)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ampere import AMPERE
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from layers import T1, T3, Layer, check, to_tf32
+from mutants import kernel_from, mutate
+from preferred import forgetting, only, preferring
+
+import tconv3d
+from tconv3d import emulator
+from tconv3d.families.mma import lattice
+from tconv3d.families.mma import planner as mma_planner
+from tconv3d.families.mma.model import Candidate
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Plan, Problem
+from tconv3d.torch_ops import executor
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+
+T2 = (2, 2, 2)
+CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CASES = {
+    "dilation alone": Layer(12, 10, (5, 6, 9), T3, padding=T2, dilation=(2, 3, 2), batch=2),
+    "stride without a common divisor": Layer(8, 9, (4, 5, 7), T3, T2, T1, T1, (3, 3, 3), batch=1),
+    "stride with a common divisor": Layer(8, 8, (4, 5, 6), T3, (4, 2, 4), T1, (1, 0, 2), (2, 4, 2), batch=1),
+    "dilation divides stride": Layer(8, 8, (3, 4, 5), (2, 3, 3), (2, 4, 3), (1, 2, 0), (0, 1, 1), (2, 2, 3), batch=1),
+    "one position of each class": Layer(8, 8, (2, 2, 3), T3, padding=(5, 5, 4), dilation=(5, 5, 5), batch=3),
+    "fewer positions than classes": Layer(6, 5, (1, 2, 2), (3, 1, 3), dilation=(4, 1, 5), padding=(4, 0, 5), batch=2),
+    "phases of unlike classes": Layer(8, 8, (5, 4, 6), (5, 4, 5), (3, 2, 3), (2, 1, 4), (1, 1, 2), (4, 3, 5), batch=1),
+    "groups": Layer(16, 8, (3, 5, 8), T3, (1, 2, 1), T2, (0, 1, 0), (2, 3, 2), groups=2, batch=2),
+    "empty phases": Layer(8, 8, (3, 4, 5), (3, 2, 3), (2, 4, 2), (0, 1, 2), T1, (2, 4, 4), batch=1),
+    "several chunks": Layer(40, 24, (3, 4, 5), (3, 1, 3), padding=(2, 0, 2), dilation=(3, 1, 2), batch=2),
+}
+WAYS = [(lattices, unrolled) for lattices in (2, 3) for unrolled in range(4)]  # of `Build`
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
+    """Notes the builds that are launched."""
+    plan_of, found = mma_planner.plan_of, list[Candidate]()
+
+    def noted(candidate: Candidate, problem: Problem) -> Plan:
+        found.append(candidate)
+        return plan_of(candidate, problem)
+
+    def searched(name: str, settings: tuple[Problem, Device], kind: object, search: object) -> object:
+        return search()  # type: ignore[operator]
+
+    monkeypatch.setattr(mma_planner, "plan_of", noted)
+    monkeypatch.setattr(lattice, "searched", searched)
+    monkeypatch.setattr(executor, "EMULATED", AMPERE)
+    before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "tf32"
+    with tconv3d.use_backend("emulator"):
+        yield found
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+def checked(layer: Layer, dtype: torch.dtype, memory_format: torch.memory_format, tf32: bool = True) -> None:
+    operands = layer.operands(dtype, "cpu")
+    x, *rest = (to_tf32(each) for each in operands) if tf32 and dtype is torch.float32 else operands
+    with only("mma", "tensor_weight_grad", "direct"), preferring("mma_lattice", "mma"):
+        check(layer, dtype, "cpu", [x.to(memory_format=memory_format), *rest], tf32=tf32 and dtype is torch.float32)
+
+
+def choose(way: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the fastest build with a number of lattices and of unrolled dimensions, if there is one."""
+
+    def fastest(problem: Problem, device: Device) -> mma_planner.Choice | None:
+        every = list(lattice.candidates(problem, device))
+        asked = [each for each in every if (each.build.lattices, each.build.unrolled) == way]
+        best = min(asked or every, key=lambda each: each.cycles(device), default=None)
+        return None if best is None else (best.build, best.rows)
+
+    monkeypatch.setattr(lattice, "_fastest", fastest)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, LAST], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_element_against_float64(
+    name: str, dtype: torch.dtype, memory_format: torch.memory_format, chosen: list[Candidate]
+) -> None:
+    checked(CASES[name], dtype, memory_format)
+    assert len(chosen) == 2 and any(each.build.lattices for each in chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, LAST], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "name", ["stride without a common divisor", "stride with a common divisor", "phases of unlike classes"]
+)
+def test_every_way_to_divide_a_layer(
+    name: str,
+    way: tuple[int, int],
+    memory_format: torch.memory_format,
+    chosen: list[Candidate],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose(way, monkeypatch)
+    checked(CASES[name], torch.float16 if memory_format is LAST else torch.float32, memory_format)
+    if way[1] < 2 or memory_format is LAST:
+        assert any((each.build.lattices, each.build.unrolled) == way for each in chosen)
+
+
+@pytest.mark.parametrize("name", ["dilation alone", "phases of unlike classes"])
+def test_strict_float32(name: str, chosen: list[Candidate], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    monkeypatch.setattr(mma_planner.tensor_cores, "why_not_halves", lambda terms: None)
+    checked(CASES[name], torch.float32, CONTIGUOUS, tf32=False)
+    assert chosen and all(each.work.strict for each in chosen)
+
+
+FIVE = st.integers(1, 5)
+
+
+@st.composite
+def dilated(draw: st.DrawFn) -> Layer:
+    kernel, dilation, size = (draw(st.tuples(FIVE, FIVE, FIVE)) for _ in range(3))
+    stride = draw(st.tuples(*[st.integers(1, 4)] * 3))
+    padding = tuple(draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True))
+    extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+    channels = draw(st.tuples(st.integers(4, 18), st.integers(4, 18)))
+    layer = Layer(*channels, size, kernel, stride, padding, extra, dilation, batch=draw(st.integers(1, 3)))
+    geometry = Geometry.make(*channels, layer.kernel, *layer.settings)
+    assume(min(geometry.output_size(size)) >= 1 and geometry.taps <= 40)
+    assume(any(d > 1 and k > 1 for d, k in zip(dilation, kernel, strict=True)))
+    return layer
+
+
+@pytest.mark.slow
+@settings(max_examples=24)
+@given(layer=dilated(), dtype=st.sampled_from(DTYPES), last=st.booleans(), way=st.sampled_from(WAYS))
+def test_generated_geometries(layer: Layer, dtype: torch.dtype, last: bool, way: tuple[int, int]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        choose(way, monkeypatch)
+        checked(layer, dtype, LAST if last else CONTIGUOUS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one position of each class", "phases of unlike classes"])
+def test_no_races(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCONV3D_EMULATOR_RACES", "1")
+    monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:3")
+    checked(CASES[name], torch.float32, CONTIGUOUS)
+    checked(CASES[name], torch.bfloat16, LAST)
+
+
+MUTANTS = {
+    "the class along w is another": ("mma_tile", "class_w * C::kClassInputW +", "0 * C::kClassInputW +"),
+    "neighbours instead of points of the lattice": ("mma_copies", "w * C::kLineStepW * args", "w * args"),
+    "outputs of the first class": ("mma_tile", "class_h * C::kClassOutputH +", "0 * C::kClassOutputH +"),
+    "outputs before the first one": ("mma_tile", "!C::kMayPrecede ||", "true ||"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, text, replacement = MUTANTS[name]
+    mutate(header, text, replacement, tmp_path / "kernels")
+    choose((3, 3), monkeypatch)
+    with (
+        kernel_from(tmp_path / "kernels", "mma"),
+        forgetting(),
+        pytest.raises((AssertionError, RuntimeError), match=r"elements wrong|an access|guard|nan"),
+    ):
+        checked(CASES["phases of unlike classes"], torch.float32, LAST)
