@@ -62,6 +62,7 @@ struct MmaTile {
   int first_chunk,
       last_chunk;  // chunks of input channels from the first to before the last that the block sums
   bool exists;     // the block has so many tiles
+  unsigned long long needed;  // with kCrops: a bit for each of the block's steps that reads x
 
   // Tile `number` of the block.
   __device__ __forceinline__ MmaTile(const Args& args, int number) : args(args) {
@@ -103,6 +104,7 @@ struct MmaTile {
     rows = C::kFirstRow(first_source + sources) - first_row;
     first_step = C::kFirstStep(phase);
     steps = C::kFirstStep(phase + 1) - first_step;
+    if constexpr (C::kCrops) find_needed();
   }
 
   // Returns the class of a box from its number along a dimension, where the classes of a place are neighbours,
@@ -139,9 +141,62 @@ struct MmaTile {
   __device__ __forceinline__ int source_of(int step) const {
     return C::kMostSources == 1 ? 0 : C::kStepSource(first_step + step);
   }
-  // Tells whether a step is the first step of its source.
+  // Tells whether a step is the first step of its source, of those that the block does not leave out.
   __device__ __forceinline__ bool begins_halo(int step) const {
+    if constexpr (C::kCrops) {
+      const int first = C::kSourceStep(first_source + source_of(step)) - first_step;
+      return (needed & ((1ull << step) - (1ull << first))) == 0;
+    }
     return C::kMostSources == 1 ? step == 0 : C::kStepBegins(first_step + step) != 0;
+  }
+
+  // ---- Steps that a block leaves out (kCrops), because each of their taps reads zeros beyond x at every
+  // position of the tile. Rows of taps along unrolled dimensions always count as read.
+
+  // Tells whether the block has a product to compute.
+  __device__ __forceinline__ bool computes() const { return rows > 0 && (!C::kCrops || needed != 0); }
+
+  // Returns the first row of taps of a step, counted from the block's first row.
+  __device__ __forceinline__ int row_of(int step) const {
+    return C::kStepRow(first_step + step) - first_row;
+  }
+  __device__ __forceinline__ int first_needed() const { return __ffsll(static_cast<long long>(needed)) - 1; }
+  // Returns the first step from `step` on that is not left out, or -1.
+  __device__ __forceinline__ int next_needed(int step) const {
+    const unsigned long long rest = needed >> step;
+    return rest == 0 ? -1 : step + __ffsll(static_cast<long long>(rest)) - 1;
+  }
+  // Returns the first step of a later source that is not left out, or -1.
+  __device__ __forceinline__ int next_source(int step) const {
+    return next_needed(C::kSourceStep(first_source + source_of(step) + 1) - first_step);
+  }
+
+  // Tells whether first + i*kStep lies from 0 to before size for some i < count.
+  template <int kStep>
+  static __device__ __forceinline__ bool meets(int first, int count, int size) {
+    const int i = first < 0 ? (kStep - 1 - first) / kStep : 0;
+    return i < count && first + i * kStep < size;
+  }
+  __device__ __forceinline__ bool reads(const Extent& from, int row) const {
+    const int d = from.d + C::kRowD(first_row + row) * C::kLineStepD;
+    const int h = from.h + C::kRowH(first_row + row) * C::kLineStepH;
+    const int w = from.w + C::kRowW(first_row + row) * C::kLineStepW;
+    return (kUnrollD || meets<C::kInputStepD>(d, args.tile.d, args.x_size.d)) &&
+           (kUnrollH || meets<C::kInputStepH>(h, args.tile.h, args.x_size.h)) &&
+           (kUnrollW || meets<C::kInputStepW>(w, args.tile.w, args.x_size.w));
+  }
+  __device__ __forceinline__ bool needs(int step) const {
+    const Extent from = start(source_of(step));
+    bool any = false;
+    for (int i = 0; i < rows_of(step); ++i) any = any || reads(from, row_of(step) + i);
+    return any;
+  }
+  // Each lane looks at two steps.
+  __device__ __forceinline__ void find_needed() {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned low = __ballot_sync(0xFFFFFFFFu, static_cast<int>(lane < steps && needs(lane)));
+    const unsigned high = __ballot_sync(0xFFFFFFFFu, static_cast<int>(lane + 32 < steps && needs(lane + 32)));
+    needed = static_cast<unsigned long long>(high) << 32 | low;
   }
 
   // ---- Slots.

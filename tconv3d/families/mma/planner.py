@@ -154,7 +154,7 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
     items = f"{found.box.items} batch items x " if found.box.items > 1 else ""
     tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
-        "mma_ahead" if found.build.ahead else "mma_lattice" if found.build.lattices else "mma",
+        "mma_ahead" if found.build.ahead else "mma_far" if found.build.lattices or found.build.crops else "mma",
         "tensor cores, any setting"
         + (", three TF32 products" if found.work.strict else "")
         + (", of rows of channels that are written first" if found.rows else ""),
@@ -366,7 +366,10 @@ def _source_tables(work: Work) -> Constants:
 
 
 def _step_tables(found: Candidate) -> Constants:
-    """Returns tables of the steps of a chunk (mma_tile.cuh): rows of taps, source in its phase, whether first."""
+    """Returns tables of the steps of a chunk (mma_tile.cuh): rows of taps, source in its phase, whether first.
+
+    Blocks that leave steps out also need the first row of taps of every step, and the first step of every source.
+    """
     steps, first, most = [], [0], found.build.rows
     for phase in found.work.phases:
         for number, source in enumerate(phase):
@@ -374,7 +377,11 @@ def _step_tables(found: Candidate) -> Constants:
             steps += [(min(most, rows - row), number, int(row == 0)) for row in range(0, rows, most)]
         first.append(len(steps))
     counts, numbers, begins = zip(*steps, strict=True) if steps else ((), (), ())
+    of_source = (-(-len(source.rows) // most) for source in found.work.sources)
+    cropping: Constants = (("kStepRow", (0, *accumulate(counts))), ("kSourceStep", (0, *accumulate(of_source))))
     return (
+        ("kCrops", found.build.crops),
+        *(cropping if found.build.crops else ()),
         ("kRows", most),
         ("kWholeSteps", all(count == most for count in counts)),
         ("kMostSources", max(map(len, found.work.phases))),

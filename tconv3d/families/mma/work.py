@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 from ...planning.classes import WHOLE, Classes, divided, unit_of
 from ...planning.geometry import Triple
 from ...planning.plain_data import once
+from ...planning.problem import last_offset
 from ...planning.side import Side, Unrolled
 
 # Sources of a block phase whose items have one bit for each in a 16-bit mask; with more sources, copies compute
@@ -56,19 +58,20 @@ class Work:
     apart: bool = False  # every row of taps is a source of its own, because the halo of several would be too large
     lattices: int = 0  # outermost dimensions along which a block has positions of one class (planning/classes.py)
     classes: tuple[Classes, Classes, Classes] = (WHOLE, WHOLE, WHOLE)
+    crops: bool = False  # a block leaves out steps whose taps read zeros beyond x alone (crop.py)
 
     @classmethod
-    def of(cls, side: Side, unrolled: int, apart: bool = False, lattices: int = 0) -> Work:
+    def of(cls, side: Side, unrolled: int, apart: bool = False, lattices: int = 0, crops: bool = False) -> Work:
         """Returns the work on positions of one class along the `lattices` outermost dimensions."""
         if not lattices:
-            return cls(side, unrolled, apart)
+            return cls(side, unrolled, apart, crops=crops)
         axes = zip(side.gathers, side.grid, strict=True)
         found = [
             divided(gather, positions, together=axis >= 3 - unrolled) if axis < lattices else (gather, WHOLE, positions)
             for axis, (gather, positions) in enumerate(axes)
         ]
         (d, h, w), (of_d, of_h, of_w), grid = zip(*found, strict=True)
-        return cls(replace(side, gathers=(d, h, w), grid=grid), unrolled, apart, lattices, (of_d, of_h, of_w))
+        return cls(replace(side, gathers=(d, h, w), grid=grid), unrolled, apart, lattices, (of_d, of_h, of_w), crops)
 
     @once
     def strict(self) -> bool:
@@ -191,10 +194,10 @@ def lattices_of(side: Side) -> tuple[int, ...]:
     return (*((2,) if any(dilated[:2]) else ()), *((3,) if dilated[2] else ()))
 
 
-def works(side: Side, lattices: int = 0) -> Iterator[Work]:
+def works(side: Side, lattices: int = 0, crops: bool = False) -> Iterator[Work]:
     """Yields the divisions of taps into rows and inner taps that are worth considering."""
     for unrolled in range(4):
-        work, own = Work.of(side, unrolled, lattices=lattices), side.gathers[3 - unrolled :]
+        work, own = Work.of(side, unrolled, lattices=lattices, crops=crops), side.gathers[3 - unrolled :]
         if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
             continue  # a single tap along w leaves nothing to unroll
         if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
@@ -202,3 +205,14 @@ def works(side: Side, lattices: int = 0) -> Iterator[Work]:
         # Lines of y that are put together in shared memory begin at its first output or behind it.
         if 0 < len(work.inner.loads) <= 32 and not (side.y[4] == 1 and work.classes[2].precedes):
             yield work
+
+
+def outputs_of(side: Side) -> int:
+    """Returns the number of elements of y."""
+    return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
+
+
+def is_dense(side: Side) -> bool:
+    """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
+    shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
+    return last_offset(shape, side.y) + 1 == outputs_of(side)

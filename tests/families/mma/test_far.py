@@ -1,4 +1,8 @@
-"""Blocks on mma.sync whose positions are of one class, so that their taps read a lattice of x (layers with dilation)."""
+"""Blocks on mma.sync for taps that reach far.
+
+Positions of a block are of one class, so that their taps read a lattice of x, or blocks leave out steps whose taps
+read zeros beyond the volume.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from preferred import forgetting, only, preferring
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.families.mma import lattice
+from tconv3d.families.mma import crop, far
 from tconv3d.families.mma import planner as mma_planner
 from tconv3d.families.mma.model import Candidate
 from tconv3d.planning.geometry import Geometry
@@ -38,8 +42,13 @@ CASES = {
     "phases of unlike classes": Layer(8, 8, (5, 4, 6), (5, 4, 5), (3, 2, 3), (2, 1, 4), (1, 1, 2), (4, 3, 5), batch=1),
     "groups": Layer(16, 8, (3, 5, 8), T3, (1, 2, 1), T2, (0, 1, 0), (2, 3, 2), groups=2, batch=2),
     "empty phases": Layer(8, 8, (3, 4, 5), (3, 2, 3), (2, 4, 2), (0, 1, 2), T1, (2, 4, 4), batch=1),
+    "padding beyond the volume": Layer(8, 8, (2, 3, 5), (5, 7, 3), padding=(4, 3, 2), dilation=(2, 1, 1), batch=2),
+    "small volume, no dilation": Layer(12, 20, (2, 3, 4), (6, 5, 2), (1, 2, 1), (3, 1, 0), batch=2),
+    "sources that are left out": Layer(8, 12, (2, 2, 3), (7, 6, 3), (3, 2, 2), (3, 2, 1), (1, 1, 1), T1, batch=2),
+    "no tap reads anything": Layer(8, 8, (1, 1, 4), (3, 2, 3), padding=(3, 3, 1), dilation=(5, 7, 1), batch=1),
     "several chunks": Layer(40, 24, (3, 4, 5), (3, 1, 3), padding=(2, 0, 2), dilation=(3, 1, 2), batch=2),
 }
+CROPPED = tuple(CASES)[tuple(CASES).index("padding beyond the volume") : -1]
 WAYS = [(lattices, unrolled) for lattices in (2, 3) for unrolled in range(4)]  # of `Build`
 
 
@@ -56,7 +65,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
         return search()  # type: ignore[operator]
 
     monkeypatch.setattr(mma_planner, "plan_of", noted)
-    monkeypatch.setattr(lattice, "searched", searched)
+    monkeypatch.setattr(far, "searched", searched)
     monkeypatch.setattr(executor, "EMULATED", AMPERE)
     before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "tf32"
     with tconv3d.use_backend("emulator"):
@@ -67,7 +76,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Candidate]]:
 def checked(layer: Layer, dtype: torch.dtype, memory_format: torch.memory_format, tf32: bool = True) -> None:
     operands = layer.operands(dtype, "cpu")
     x, *rest = (to_tf32(each) for each in operands) if tf32 and dtype is torch.float32 else operands
-    with only("mma", "tensor_weight_grad", "direct"), preferring("mma_lattice", "mma"):
+    with only("mma", "tensor_weight_grad", "direct"), preferring("mma_far", "mma"):
         check(layer, dtype, "cpu", [x.to(memory_format=memory_format), *rest], tf32=tf32 and dtype is torch.float32)
 
 
@@ -75,12 +84,13 @@ def choose(way: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the fastest build with a number of lattices and of unrolled dimensions, if there is one."""
 
     def fastest(problem: Problem, device: Device) -> mma_planner.Choice | None:
-        every = list(lattice.candidates(problem, device))
+        every = list(far.candidates(problem, device))
         asked = [each for each in every if (each.build.lattices, each.build.unrolled) == way]
+        asked = [each for each in asked if each.share < 1] or asked
         best = min(asked or every, key=lambda each: each.cycles(device), default=None)
         return None if best is None else (best.build, best.rows)
 
-    monkeypatch.setattr(lattice, "_fastest", fastest)
+    monkeypatch.setattr(far, "_fastest", fastest)
 
 
 @pytest.mark.parametrize("memory_format", [CONTIGUOUS, LAST], ids=["contiguous", "channels last"])
@@ -90,7 +100,10 @@ def test_every_element_against_float64(
     name: str, dtype: torch.dtype, memory_format: torch.memory_format, chosen: list[Candidate]
 ) -> None:
     checked(CASES[name], dtype, memory_format)
-    assert len(chosen) == 2 and any(each.build.lattices for each in chosen)
+    mine = [each for each in chosen if each.build.lattices or each.build.crops]
+    assert len(chosen) == 2 and mine
+    if name in CROPPED:
+        assert any(each.build.crops for each in mine)
 
 
 @pytest.mark.slow
@@ -116,6 +129,9 @@ def test_strict_float32(chosen: list[Candidate]) -> None:
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     checked(CASES["several chunks"], torch.float32, CONTIGUOUS, tf32=False)
     assert len(chosen) == 2 and all(each.work.strict and each.build.lattices for each in chosen)
+    chosen.clear()
+    checked(CASES["small volume, no dilation"], torch.float32, CONTIGUOUS, tf32=False)
+    assert any(each.work.strict and each.build.crops for each in chosen)
 
 
 FIVE = st.integers(1, 5)

@@ -1,8 +1,9 @@
-"""Offers blocks on mma.sync whose positions are of one class, for layers with dilation (planning/classes.py).
+"""Offers blocks on mma.sync for taps that reach far: between the points that they read, or beyond the volume.
 
-The halo of such a block has only the lines of x that its taps read, and along w only the elements, where the halo of
-neighbouring positions has everything in between. Nobody has measured these builds, which are therefore an offer of
-their own beside `planner.py`, with derived rates: where times decide, both are timed.
+With dilation, the positions of a block may be of one class (planning/classes.py): its halo then has only what its taps
+read of x, where the halo of neighbouring positions has everything in between. If many taps read zeros beyond the
+volume, a block leaves out the steps that read nothing else (crop.py). Nobody has measured these builds, which are
+therefore an offer of their own beside `planner.py`, with derived rates: where times decide, both are timed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Plan, Problem
 from ...planning.repertoire import Repertoire, searched, typical_problems
 from ...planning.side import Side
-from . import model, planner, search
+from . import crop, model, planner, search
 from .model import Candidate
-from .work import lattices_of
+from .work import Work, lattices_of, works
 
-KERNEL = "mma_lattice"
+KERNEL = "mma_far"
 
 Choice = planner.Choice
 _repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
@@ -39,7 +40,10 @@ def why_never(problem: Problem, device: Device) -> str | None:
     """Returns a reason for refusal that is known without a search for a build, or None."""
     if refusal := planner.why_never(problem, device):
         return refusal
-    return None if lattices_of(Side.of(problem)) else "no dimension with several taps has dilation"
+    side = Side.of(problem)
+    if lattices_of(side) or crop.is_worth(side):
+        return None
+    return "no dimension with several taps has dilation, and most taps lie inside the volume"
 
 
 def work(problem: Problem, device: Device) -> calibration.Work:
@@ -83,12 +87,18 @@ def _own(problem: Problem, device: Device) -> Choice | None:
 
 
 def _fastest(problem: Problem, device: Device) -> Choice | None:
-    found = search.fastest(planner.sides(problem, device), problem.item_bytes, device, lattices=True)
+    found = search.fastest(planner.sides(problem, device), problem.item_bytes, device, divided)
     return None if found is None else (found.build, found.rows)
 
 
+def divided(side: Side) -> list[Work]:
+    """Returns the divisions of taps into rows and inner taps that are worth considering."""
+    crops = crop.is_worth(side)
+    numbers = (*((0,) if crops else ()), *lattices_of(side))
+    return [work for lattices in numbers for work in works(side, lattices, crops)]
+
+
 def candidates(problem: Problem, device: Device) -> Iterator[Candidate]:
-    """Yields every build with lattices that fits the device, with its boxes."""
+    """Yields every build that fits the device, with its boxes."""
     for side, copy, rows in planner.sides(problem, device):
-        for lattices in lattices_of(side):
-            yield from model.candidates(side, copy, problem.item_bytes, device, rows, lattices)
+        yield from model.of_works(divided(side), copy, problem.item_bytes, device, rows)
