@@ -1,9 +1,9 @@
 """Divides the positions of a dilated dimension into classes that read x without dilation.
 
 The taps of a dimension read x at a distance of `unit`, so that a block of neighbouring positions needs nearly all of
-x between its first and its last tap. Positions that are `number` apart form a class: all their reads lie on one lattice
-of x, whose points are `unit` apart. In points of this lattice a class reads x as a layer without dilation, and a tile
-of positions of one class needs no more than `tile*step + taps - 1` points.
+x between its first and its last tap. Positions that are `number` apart form a class: all their reads lie on one
+lattice of x, whose points are `unit` apart. In points of this lattice a class reads x as a layer without dilation,
+and a tile of positions of one class needs no more than `tile*step + taps - 1` points.
 
 This module knows nothing of tensors, kernels or GPUs.
 """

@@ -16,7 +16,8 @@ def reads(gather: Gather, positions: int, outputs: int) -> dict[int, list[tuple[
     """Returns what every output reads: pairs of an input and a tap."""
     return {
         gather.output_step * q + phase: [
-            (gather.input_step * q + gather.offset(phase, j), gather.tap(phase, j)) for j in range(gather.count[phase])
+            (gather.input_step * q + gather.offset(phase, j), gather.tap(phase, j))
+            for j in range(gather.count[phase])
         ]
         for q in range(positions)
         for phase in range(gather.phases)

@@ -30,13 +30,13 @@ def is_worth(side: Side) -> bool:
 
 
 def may_leave_out(work: Work, rows: int) -> bool:
-    """Tells whether a block may leave steps out, where each has so many rows of taps: whether a mask can hold them."""
+    """Tells whether a mask holds all steps of a block, where each step has so many rows of taps."""
     return all(sum(-(-len(source.rows) // rows) for source in phase) <= MOST_STEPS for phase in work.phases)
 
 
 @lru_cache(maxsize=4096)
 def share(work: Work, tile: Triple, rows: int) -> float:
-    """Returns the share of all rows of taps that the tiles of a volume do not leave out, where a step has so many."""
+    """Returns the share of all rows of taps that tiles do not leave out, where a step has so many of them."""
     if not work.crops:
         return 1.0
     needed = every = 0
@@ -61,7 +61,7 @@ def _both(some: dict[int, int], others: dict[int, int]) -> dict[int, int]:
 
 @lru_cache(maxsize=1024)
 def _read(work: Work, source_number: int, axis: int, tile: int) -> dict[int, int]:
-    """Returns the rows that lie inside x along a dimension for some position of a tile, and how many tiles have them."""
+    """Returns how many tiles read which rows along a dimension: those inside x for some position of the tile."""
     side, classes, source = work.side, work.classes[axis], work.sources[source_number]
     step, size, line = side.gathers[axis].input_step, side.x_size[axis], work.line_steps[axis]
     of_place: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Offers blocks on mma.sync for taps that reach far: between the points that they read, or beyond the volume.
 
-With dilation, the positions of a block may be of one class (planning/classes.py): its halo then has only what its taps
-read of x, where the halo of neighbouring positions has everything in between. If many taps read zeros beyond the
+With dilation, the positions of a block may be of one class (planning/classes.py): its halo then has only what its
+taps read of x, where the halo of neighbouring positions has everything in between. If many taps read zeros beyond the
 volume, a block leaves out the steps that read nothing else (crop.py). Nobody has measured these builds, which are
 therefore an offer of their own beside `planner.py`, with derived rates: where times decide, both are timed.
 """
@@ -32,7 +32,8 @@ _repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     found = offers.one_by_one(planner.PASSES, KERNEL, wanted, device, why_never, work, plan)
     return [
-        replace(each, least=planner.least(each.problem, device)) if isinstance(each, Offer) else each for each in found
+        replace(each, least=planner.least(each.problem, device)) if isinstance(each, Offer) else each
+        for each in found
     ]
 
 

@@ -24,6 +24,10 @@
 // With kSplits above 1, so many blocks share the input channels of a tile. Each stores its partial sums, in
 // float32, and another launch adds them in a fixed order.
 //
+// Taps of a layer with dilation read a lattice of x: the positions of a block may be those of one class,
+// whose halo has no more than that lattice (mma_tile.cuh). With kCrops, a block leaves out the steps of a
+// chunk whose taps read zeros beyond x at every position of its tile, and with them their weights.
+//
 // With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
 // its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
 // read their weights for every tile otherwise, which are as many bytes as their halos. With kAhead, the

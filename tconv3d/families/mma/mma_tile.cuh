@@ -15,10 +15,10 @@
 // dense for any stride. With kAlongW, the 16 rows of a warp's only tile are neighbours along w, which layers
 // can have whose taps share no fragments: 8 lanes then hold neighbouring outputs, and store whole sectors.
 //
-// Taps of a dilated dimension read x at a distance. Along such a dimension the positions of a tile may be those
-// of one class (planning/classes.py): kClasses positions apart, so that all their taps read a lattice of x, and
-// the halo has the points of the lattice alone. Positions q then count within the class, kInputStep and
-// kOutputStep lead from one of them to the next, and points of the halo lie kLineStep apart in x.
+// Taps of a dilated dimension read x at a distance. Along such a dimension the positions of a tile may be
+// those of one class (planning/classes.py): kClasses positions apart, so that all their taps read a lattice
+// of x, and the halo has the points of the lattice alone. Positions q then count within the class, kInputStep
+// and kOutputStep lead from one of them to the next, and points of the halo lie kLineStep apart in x.
 #pragma once
 
 #include "epilogue.cuh"
@@ -107,8 +107,8 @@ struct MmaTile {
     if constexpr (C::kCrops) find_needed();
   }
 
-  // Returns the class of a box from its number along a dimension, where the classes of a place are neighbours,
-  // and leaves the number of the box in its class.
+  // Returns the class of a box from its number along a dimension, where the classes of a place are
+  // neighbours, and leaves the number of the box in its class.
   template <int kClasses>
   static __device__ __forceinline__ int take_class(int& number, const Divider& classes) {
     if constexpr (kClasses == 1) return 0;
@@ -157,9 +157,7 @@ struct MmaTile {
   __device__ __forceinline__ bool computes() const { return rows > 0 && (!C::kCrops || needed != 0); }
 
   // Returns the first row of taps of a step, counted from the block's first row.
-  __device__ __forceinline__ int row_of(int step) const {
-    return C::kStepRow(first_step + step) - first_row;
-  }
+  __device__ __forceinline__ int row_of(int step) const { return C::kStepRow(first_step + step) - first_row; }
   __device__ __forceinline__ int first_needed() const { return __ffsll(static_cast<long long>(needed)) - 1; }
   // Returns the first step from `step` on that is not left out, or -1.
   __device__ __forceinline__ int next_needed(int step) const {

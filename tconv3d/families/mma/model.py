@@ -108,7 +108,9 @@ class Build:
     ahead: bool = False  # a resident block copies the next tile's first halo while it stores
     along: bool = False  # the rows of a warp's tile are neighbours along w, and outputs are stored from registers
     crops: bool = False  # a block leaves out steps whose taps read zeros beyond x alone
-    lattices: int = 0  # outermost dimensions along which the positions of a block are of one class (planning/classes.py)
+    lattices: int = (
+        0  # outermost dimensions along which the positions of a block are of one class (planning/classes.py)
+    )
 
     @property
     def threads(self) -> int:
@@ -519,9 +521,7 @@ def rows_of_step(work: Work, multiplies: int) -> tuple[int, ...]:
     return tuple(r for i, r in enumerate(found) if r * each >= FEW_IN_STEP or i + 1 == len(found))
 
 
-def candidates(
-    side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False
-) -> Iterator[Candidate]:
+def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
     """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels.
 
     Where taps reach so far that no halo fits, every tap gets a halo of its own.

@@ -67,7 +67,9 @@ class Work:
             return cls(side, unrolled, apart, crops=crops)
         axes = zip(side.gathers, side.grid, strict=True)
         found = [
-            divided(gather, positions, together=axis >= 3 - unrolled) if axis < lattices else (gather, WHOLE, positions)
+            divided(gather, positions, together=axis >= 3 - unrolled)
+            if axis < lattices
+            else (gather, WHOLE, positions)
             for axis, (gather, positions) in enumerate(axes)
         ]
         (d, h, w), (of_d, of_h, of_w), grid = zip(*found, strict=True)

@@ -21,7 +21,7 @@ from preferred import forgetting, only, preferring
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.families.mma import crop, far
+from tconv3d.families.mma import far
 from tconv3d.families.mma import planner as mma_planner
 from tconv3d.families.mma.model import Candidate
 from tconv3d.planning.geometry import Geometry
@@ -40,7 +40,9 @@ CASES = {
     "dilation divides stride": Layer(8, 8, (3, 4, 5), (2, 3, 3), (2, 4, 3), (1, 2, 0), (0, 1, 1), (2, 2, 3), batch=1),
     "one position of each class": Layer(8, 8, (2, 2, 3), T3, padding=(5, 5, 4), dilation=(5, 5, 5), batch=3),
     "fewer positions than classes": Layer(6, 5, (1, 2, 2), (3, 1, 3), dilation=(4, 1, 5), padding=(4, 0, 5), batch=2),
-    "phases of unlike classes": Layer(8, 8, (5, 4, 6), (5, 4, 5), (3, 2, 3), (2, 1, 4), (1, 1, 2), (4, 3, 5), batch=1),
+    "phases of unlike classes": Layer(
+        8, 8, (5, 4, 6), (5, 4, 5), (3, 2, 3), (2, 1, 4), (1, 1, 2), (4, 3, 5), batch=1
+    ),
     "groups": Layer(16, 8, (3, 5, 8), T3, (1, 2, 1), T2, (0, 1, 0), (2, 3, 2), groups=2, batch=2),
     "empty phases": Layer(8, 8, (3, 4, 5), (3, 2, 3), (2, 4, 2), (0, 1, 2), T1, (2, 4, 4), batch=1),
     "padding beyond the volume": Layer(8, 8, (2, 3, 5), (5, 7, 3), padding=(4, 3, 2), dilation=(2, 1, 1), batch=2),
