@@ -34,18 +34,21 @@ def may_leave_out(work: Work, rows: int) -> bool:
     return all(sum(-(-len(source.rows) // rows) for source in phase) <= MOST_STEPS for phase in work.phases)
 
 
-@lru_cache(maxsize=4096)
 def share(work: Work, tile: Triple, rows: int) -> float:
     """Returns the share of all rows of taps that tiles do not leave out, where a step has so many of them."""
-    if not work.crops:
-        return 1.0
+    return _share(work, tile[: work.outer_count], rows) if work.crops else 1.0
+
+
+@lru_cache(maxsize=4096)
+def _share(work: Work, tile: Triple, rows: int) -> float:
     needed = every = 0
     for number, source in enumerate(work.sources):
         count = len(source.rows)
-        steps = [((1 << min(rows, count - row)) - 1 << row, min(rows, count - row)) for row in range(0, count, rows)]
+        lengths = [(row, min(rows, count - row)) for row in range(0, count, rows)]
+        steps = [((1 << length) - 1 << row, length) for row, length in lengths]
         found = {(1 << count) - 1: 1}  # numbers of tiles, by the rows that they read: a bit for each
-        for axis in range(work.outer_count):
-            found = _both(found, _read(work, number, axis, tile[axis]))
+        for axis, extent in enumerate(tile):
+            found = _both(found, _read(work, number, axis, extent))
         needed += sum(n * sum(size for step, size in steps if step & read) for read, n in found.items())
         every += count * sum(found.values())
     return needed / every if every else 1.0
