@@ -53,7 +53,7 @@ class Window:
 class Work:
     """Derives the part of a build's work that depends on the layer alone."""
 
-    side: Side  # its positions and steps are those of a class
+    side: Side  # counts the positions and steps of a class
     unrolled: int
     apart: bool = False  # every row of taps is a source of its own, because the halo of several would be too large
     lattices: int = 0  # outermost dimensions along which a block has positions of one class (planning/classes.py)
