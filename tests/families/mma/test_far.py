@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from ampere import AMPERE
+from fuzz import run
+from fuzz.case import Case
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layers import T1, T3, Layer, check, to_tf32
@@ -177,6 +179,17 @@ def test_no_races(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:3")
     checked(CASES[name], torch.float32, CONTIGUOUS)
     checked(CASES[name], torch.bfloat16, LAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("name", ["phases of unlike classes", "small volume, no dilation"])
+def test_nothing_beside_a_tensor_is_touched(name: str, at_end: bool, chosen: list[Candidate]) -> None:
+    """Tensors lie against pages that fault, and moments of the result are stored too."""
+    case = Case(CASES[name], "bfloat16", "A100", "mma_far", epilogue="norm", wanted=("input",), at_end=at_end)
+    with forgetting():
+        run.check(case, "cpu")
+    assert any(each.build.lattices or each.build.crops for each in chosen)
 
 
 class Mutant(NamedTuple):
