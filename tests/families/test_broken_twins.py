@@ -162,6 +162,25 @@ TWINS = (
         Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100", epilogue="norm"),
     ),
     Twin(
+        "mma",
+        "mma",
+        "class_h * C::kClassOutputH +",
+        "0 * C::kClassOutputH +",
+        Case(Layer(8, 9, (3, 4, 5), T3, T2, T2, dilation=T3, batch=1), "float16", plans="A100", favoured="mma_far"),
+    ),
+    Twin(
+        "mma",
+        "mma",
+        "return i < count &&",
+        "return i + 1 < count &&",
+        Case(
+            Layer(12, 20, (2, 3, 4), (6, 5, 2), (1, 2, 1), (3, 1, 0), batch=1),
+            "float16",
+            plans="A100",
+            favoured="mma_far",
+        ),
+    ),
+    Twin(
         "unfold",
         "unfold",
         "d < args.output.d && 0 <= h",

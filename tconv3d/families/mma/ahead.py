@@ -21,7 +21,7 @@ from ...planning.side import Side
 from . import model, planner
 from .box import Box, boxes, boxes_along
 from .model import PIECES, WORDS, Build, Candidate, Shape
-from .work import Work
+from .work import Work, works
 
 PASSES = (Pass.FORWARD,)
 LEAST_TILES, FEWEST_TILES = 16, 4  # sums of a warp, in tiles of 16 x 8; the fewest if it has all columns of a group
@@ -120,7 +120,7 @@ def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
 def candidates(problem: Problem, device: Device) -> Iterator[Candidate]:
     """Yields all builds that fit the device and have several tiles for each block, with their cheapest boxes."""
     for side, copy, rows in planner.sides(problem, device):
-        for work in model.works(side) if copy in (PIECES, WORDS) else ():
+        for work in works(side) if copy in (PIECES, WORDS) else ():
             if not work.unrolled:
                 continue
             for shape in model.shapes(work, copy, problem.item_bytes):

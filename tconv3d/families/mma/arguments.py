@@ -55,4 +55,5 @@ MMA = Arguments(
     blocks_w=DIVIDER("Divides by the groups of kTilesM positions that a tile has along w."),
     **fields_per_axis("halo", DIVIDER, "Divides by halo.{}."),
     pairs=DIVIDER("Divides by the pairs of a line of the halo."),
+    **fields_per_axis("classes", DIVIDER, "Divides by the classes of positions along {}."),
 )

@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from ...planning.geometry import Triple
+from . import crop
 from .work import Work
 
 BOX_ITEM = 0.3  # cost of an item of the halo, relative to the products of a position
@@ -27,7 +28,7 @@ class Box:
     line: int  # slots from line to line of the halo along h
     sheet: int  # slots from line to line of the halo along d
     slots: int  # slots of the halo
-    tiles: tuple[int, ...]  # number of boxes along n, d, h, w
+    tiles: tuple[int, ...]  # number of boxes along n, d, h, w, of all classes of positions
 
     @classmethod
     def of(cls, work: Work, items: int, tile: Triple) -> Box:
@@ -39,7 +40,8 @@ class Box:
         # The lines of the box that follow each other, also from sheet to sheet, are an odd number of slots apart
         # modulo 8: the 8 rows of one ldmatrix lie in different banks.
         sheet += (tile[1] * line - sheet) % 8
-        tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
+        classes = (1, *(each.present for each in work.classes))
+        tiles = tuple(-(-extent // t) * n for extent, t, n in zip(whole, (items, *tile), classes, strict=True))
         return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
 
     @property
@@ -72,7 +74,7 @@ class Box:
 def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
     """Returns the cheapest boxes for `warps_m` warps, each with 16 lines and `tiles_m` positions along w.
 
-    These are the 2 cheapest boxes, and the cheapest box of each width.
+    These are the 2 cheapest boxes and the cheapest of each width, and the 2 cheapest ones by the steps that are left.
     """
     found: dict[tuple[int, Triple], None] = {}
     depth, height, width = work.side.grid
@@ -91,19 +93,24 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
     steps, reach, batch = work.halo_steps, work.reach, work.side.problem.batch
     by_line_read, by_line_written = (BOX_LINE if line == 1 else 0.0 for line in (work.side.x[4], work.side.y[4]))
 
-    def cost(items_and_tile: tuple[int, Triple]) -> float:
+    def cost(items_and_tile: tuple[int, Triple], cropped: bool = False) -> float:
         items, (d, h, w) = items_and_tile
         halo_lines = items * ((d - 1) * steps[0] + reach[0] + 1) * ((h - 1) * steps[1] + reach[1] + 1)
         read = halo_lines * ((w - 1) * steps[2] + reach[2] + 1) + by_line_read * halo_lines
         written = by_line_written * (items * d * h)
         tiles = -(-batch // items) * -(-depth // d) * -(-height // h) * -(-width // w)
-        return tiles * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
+        share = 1.0
+        if cropped:
+            halo = tuple((t - 1) * s + r + 1 for t, s, r in zip((d, h, w), steps, reach, strict=True))
+            share, read = crop.share(work, (d, h, w), 1), read * crop.inside(work, (d, h, w), halo)
+        return tiles * (16 * warps_m * tiles_m * share + BOX_ITEM * read + BOX_ITEM * written)
 
     cheapest = sorted(found, key=cost)
+    others = sorted(found, key=lambda each: cost(each, cropped=True))[:2] if work.crops else []
     widths: dict[int, tuple[int, Triple]] = {}
     for each in cheapest:
         widths.setdefault(each[1][2], each)
-    return tuple(Box.of(work, *each) for each in dict.fromkeys((*cheapest[:2], *widths.values())))
+    return tuple(Box.of(work, *each) for each in dict.fromkeys((*cheapest[:2], *widths.values(), *others)))
 
 
 @lru_cache(maxsize=4096)

@@ -24,6 +24,10 @@
 // With kSplits above 1, so many blocks share the input channels of a tile. Each stores its partial sums, in
 // float32, and another launch adds them in a fixed order.
 //
+// Taps of a layer with dilation read a lattice of x: the positions of a block may be those of one class,
+// whose halo has no more than that lattice (mma_tile.cuh). With kCrops, a block leaves out the steps of a
+// chunk whose taps read zeros beyond x at every position of its tile, and with them their weights.
+//
 // With kResident, a block computes args.tiles_of_block tiles, one after the other, and all packed weights of
 // its channels and phases stay in shared memory from the first tile on. Layers with few taps and channels
 // read their weights for every tile otherwise, which are as many bytes as their halos. With kAhead, the
@@ -58,6 +62,7 @@ struct Mma {
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
   static_assert(C::kSplits == 1 || !C::kResident, "resident weights are those of all chunks");
   static_assert(C::kResident || C::kWeightStages == C::kStages, "stages are used again");
+  static_assert(!C::kCrops || (!C::kResident && C::kHaloBuffers >= C::kStages), "each step may begin a halo");
   static_assert(!C::kAhead || (C::kResident && C::kSplits == 1 && !kThroughRegisters),
                 "copies are asynchronous");
 
@@ -66,7 +71,8 @@ struct Mma {
   struct Cursor {
     int chunk = 0, step = 0, row = 0, stage = 0, halo = 0;
   };
-  // The step whose copies are issued next, and this thread's first words of its packed weights.
+  // The step whose copies are issued next, and this thread's first words of its packed weights; with kCrops,
+  // of the weights of its chunk.
   struct Ahead : Cursor {
     const unsigned* weights;
   };
@@ -152,10 +158,17 @@ struct Mma {
 
   __device__ __forceinline__ void advance(Cursor& at) const {
     at.stage = !C::kResident && at.stage + 1 == C::kStages ? 0 : at.stage + 1;
-    at.row += tile.rows_of(at.step);
-    if (++at.step == tile.steps) {
-      at.step = at.row = 0;
-      ++at.chunk;
+    if constexpr (C::kCrops) {
+      const int next = tile.next_needed(at.step + 1);
+      if (next < 0) ++at.chunk;
+      at.step = next < 0 ? tile.first_needed() : next;
+      at.row = tile.row_of(at.step);
+    } else {
+      at.row += tile.rows_of(at.step);
+      if (++at.step == tile.steps) {
+        at.step = at.row = 0;
+        ++at.chunk;
+      }
     }
     if (tile.begins_halo(at.step)) at.halo = at.halo + 1 == C::kHaloBuffers ? 0 : at.halo + 1;
   }
@@ -165,10 +178,11 @@ struct Mma {
     if (at.chunk < tile.last_chunk) {
       const int rows = tile.rows_of(at.step);
       if (!C::kResident || number == 0)
-        copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
+        copies.copy_weights(shared.weights + at.stage * kStageWords,
+                            at.weights + (C::kCrops ? at.row * kRowWords : 0), rows);
       if (!kThroughRegisters && tile.begins_halo(at.step))
         copies.copy_halo(shared.halo + at.halo * halo_bytes, at.chunk, tile.source_of(at.step));
-      at.weights += rows * kRowWords;
+      if constexpr (!C::kCrops) at.weights += rows * kRowWords;
     } else if constexpr (C::kAhead) {
       const int chunk = at.chunk - tile.last_chunk;  // chunk of the next tile
       const Tile next(tile.args, number + 1);
@@ -177,10 +191,14 @@ struct Mma {
       if (chunk == 0 && at.step == 0) next_halo = at.halo;
     }
     ptx::copy_commit();
+    const int chunk = at.chunk;
     advance(at);
     // The weights of a chunk are followed by those of other block phases.
-    if (Tile::kBlockPhases > 1 && at.step == 0)
+    if constexpr (C::kCrops) {
+      if (at.chunk != chunk) at.weights += C::kAllTaps * Layout::kTapWords;
+    } else if (Tile::kBlockPhases > 1 && at.step == 0) {
       at.weights += (C::kAllTaps - tile.rows * C::kTaps) * Layout::kTapWords;
+    }
   }
   // Starts the copy of a halo through registers, which proceeds while the previous halo is multiplied.
   __device__ __forceinline__ void begin_jobs(int halo, int chunk, int source) {
@@ -192,7 +210,13 @@ struct Mma {
     }
   }
   __device__ __forceinline__ void begin_jobs_after(const Cursor& at) {
-    const int source = tile.source_of(at.step) + 1, halo = at.halo + 1 == C::kHaloBuffers ? 0 : at.halo + 1;
+    const int halo = at.halo + 1 == C::kHaloBuffers ? 0 : at.halo + 1;
+    if constexpr (C::kCrops) {
+      const int next = tile.next_source(at.step);
+      begin_jobs(halo, at.chunk + (next < 0 ? 1 : 0), tile.source_of(next < 0 ? tile.first_needed() : next));
+      return;
+    }
+    const int source = tile.source_of(at.step) + 1;
     const bool last = source == tile.sources;
     begin_jobs(halo, at.chunk + (last ? 1 : 0), last ? 0 : source);
   }
@@ -399,12 +423,13 @@ struct Mma {
     }
     start_from_bias();
     __syncthreads();  // the tables are visible to all threads
-    // A block phase without taps outputs the bias alone.
-    if (tile.rows > 0) {
+    // A block phase without taps, or whose taps all lie beyond x, outputs the bias alone.
+    if (tile.computes()) {
       Cursor current{tile.first_chunk};
+      if constexpr (C::kCrops) current.step = tile.first_needed(), current.row = tile.row_of(current.step);
       current.halo = next_halo;
       Ahead ahead{current, copies.weights()};
-      begin_jobs(0, tile.first_chunk, 0);
+      begin_jobs(0, tile.first_chunk, C::kCrops ? tile.source_of(current.step) : 0);
       for (int i = 0; i < C::kStages - 1; ++i) {
         if (C::kAhead && number > 0) {
           advance(ahead);  // the previous tile has asked for this step

@@ -49,7 +49,7 @@ struct MmaCopies {
   }
   // Tells whether item (n, d, h, w) of a source's halo lies inside x.
   __device__ __forceinline__ bool is_inside(int source, int n, int d, int h, int w) const {
-    const int x_w = tile.start(source).w + w;
+    const int x_w = tile.start(source).w + w * C::kLineStepW;
     return has_line(source, n, d, h) && x_w >= 0 && x_w < tile.args.x_size.w;
   }
   // Tells the same of item i of the list.
@@ -75,7 +75,7 @@ struct MmaCopies {
       for (int source = 0; !C::kManySources && source < tile.sources; ++source)
         place |= static_cast<unsigned>(is_inside(source, n, d, h, w)) << (16 + source);
       const long long from = n * args.x_strides.n + d * C::kLineStepD * args.x_strides.d +
-                             h * C::kLineStepH * args.x_strides.h + w * args.x_strides.w;
+                             h * C::kLineStepH * args.x_strides.h + w * C::kLineStepW * args.x_strides.w;
       to[i] = {static_cast<unsigned>(from) * static_cast<unsigned>(sizeof(Scalar)), place};
     }
   }

@@ -31,6 +31,7 @@ struct MmaPairs {
   static constexpr int kWordsOfPair = C::kOddLines ? 2 * kChannels : kChannels;
   static constexpr int kJobPairs = C::kJobPairs;
   static_assert(C::kCopy != 3 || C::kThreads / 32 % kPieces == 0, "a warp copies one piece");
+  static_assert(C::kCopy != 3 || C::kLineStepW == 1, "neighbours in the halo are neighbours in memory");
 
   const Tile& tile;
   const Copies& copies;

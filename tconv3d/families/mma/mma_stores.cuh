@@ -134,8 +134,8 @@ struct MmaStores {
   // ---- Outputs that are contiguous along w.
 
   // A line in shared memory interleaves kPhasesW phases along w; neighbours in it lie kStepW outputs apart in
-  // y.
-  static constexpr int kPhasesW = Tile::kUnrollW ? C::kPhasesW : 1;
+  // y. Phases of a class of positions are no neighbours.
+  static constexpr int kPhasesW = Tile::kUnrollW && C::kClassesW == 1 ? C::kPhasesW : 1;
   static constexpr int kStepW = C::kOutputStepW / kPhasesW;
   static constexpr int kOuter = C::kPhases / kPhasesW;
   static constexpr int kAtOnce = C::kStoreTiles * C::kWarpsN * 8;  // columns in shared memory at a time

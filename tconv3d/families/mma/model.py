@@ -16,10 +16,11 @@ from math import prod
 from typing import NamedTuple
 
 from ...planning.plain_data import once
-from ...planning.problem import Device, Pass, last_offset
+from ...planning.problem import Device, Pass
 from ...planning.side import Side
+from . import crop
 from .box import Box, boxes
-from .work import Work
+from .work import Work, is_dense, outputs_of, works
 
 # Kinds of copies of the halo (kCopy): of 16 bytes or of 4 bytes (mma_copies.cuh); through registers of 2 bytes, or of
 # pairs of positions of lines that begin at even elements only, or also at odd ones (mma_pairs.cuh).
@@ -82,6 +83,7 @@ MAX_BLOCKS = 5  # blocks per multiprocessor
 MAX_REGISTERS = 244  # registers per thread by the estimate `_registers`
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # warps of a block along positions and along channels
 ROWS = (1, 2, 3, 4, 6, 9)  # candidates for the rows of taps per stage
+ANY_ROWS = (1, 2, 3, 4, 5, 6, 7, 9)  # candidates of blocks that were never measured
 # From 8192 positions on, a warp has at least 6 tiles of 16 x 8 sums, unless its columns are all output channels.
 FEW_TILES, MANY_POSITIONS = 6, 8192
 STAGES = (2, 3)  # candidates for the stages of the ring of weights
@@ -105,6 +107,10 @@ class Build:
     splits: int = 1  # blocks that share the input channels of a tile; above 1, each stores partial sums
     ahead: bool = False  # a resident block copies the next tile's first halo while it stores
     along: bool = False  # the rows of a warp's tile are neighbours along w, and outputs are stored from registers
+    crops: bool = False  # a block leaves out steps whose taps read zeros beyond x alone
+    lattices: int = (
+        0  # outermost dimensions along which the positions of a block are of one class (planning/classes.py)
+    )
 
     @property
     def threads(self) -> int:
@@ -129,6 +135,8 @@ class Build:
             + (", stored from registers" if self.along else "")
             + (", a halo for each tap" if self.apart else "")
             + (f", {self.splits} blocks for a tile's sums" if self.splits > 1 else "")
+            + (", without steps beyond the volume" if self.crops else "")
+            + (f", a lattice of inputs along {'dhw'[: self.lattices]}" if self.lattices else "")
         )
 
 
@@ -190,7 +198,7 @@ class Candidate:
 
     @once
     def halo_buffers(self) -> int:
-        steps = -(-self.work.least_rows // self.build.rows)
+        steps = 1 if self.build.crops else -(-self.work.least_rows // self.build.rows)
         return max(2, -(-(self.build.stages - 1) // steps) + 1)
 
     @once
@@ -200,7 +208,8 @@ class Candidate:
     @property
     def store_phases(self) -> int:
         """The phases along w that a line of y in shared memory interleaves."""
-        return self.work.side.gathers[2].phases if self.work.unrolled else 1
+        whole = self.work.classes[2].number == 1
+        return self.work.side.gathers[2].phases if self.work.unrolled and whole else 1
 
     @property
     def store_vector(self) -> int:
@@ -331,22 +340,28 @@ class Candidate:
             positions = 2 * self.box.halo_pairs if self.copy >= PAIRS else self.box.halo_items
             job_bytes = JOB_BYTES[self.copy] * self.build.threads * self.job_pairs
             jobs = -(-positions * self.work.step_bytes * self.build.steps // job_bytes)
-            exposed += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
+            exposed += JOB_CYCLES * sum(max(0, jobs - self.share * len(source.rows)) for source in self.work.sources)
         if self.copy >= HALVES or self.work.strict:  # rows of taps are multiplied one by one
             warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
-            exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
+            exposed += ROW_CYCLES * self.share * len(self.work.rows) / warps_of_scheduler
         return waiting + self.own_chunks * exposed / len(self.work.phases)
 
     @once
     def _steps(self) -> float:
         """Steps of a chunk of an average block."""
-        return sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources) / len(self.work.phases)
+        steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
+        return self.share * steps / len(self.work.phases)
+
+    @once
+    def share(self) -> float:
+        """The share of the rows of taps that an average block does not leave out."""
+        return crop.share(self.work, self.box.tile, self.build.rows)
 
     @once
     def multiplies(self) -> float:
         """Matrix instructions of an average tile."""
         b = self.build
-        taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
+        taps = self.share * len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
         return b.warps_m * b.warps_n * self.own_chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
     def parts(self) -> tuple[float, ...]:
@@ -354,6 +369,7 @@ class Candidate:
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
+        rows *= self.share
         taps = rows * len(self.work.inner.taps)
         fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
         k_steps = self.own_chunks * b.steps
@@ -361,10 +377,9 @@ class Candidate:
         b_bytes = warps * k_steps * taps * b.tiles_n * 8 * self.work.step_bytes * self.halves
         weight_bytes = self.own_chunks * taps * self.tap_bytes / self.tiles_of_block
         item_bytes = sources * self.box.halo_items * self.item_bytes
-        halo_bytes, read_bytes = (
-            item_bytes * self.own_chunks * self.chunk,
-            item_bytes * min(side.reduced, self.own_chunks * self.chunk),
-        )
+        halo_bytes = item_bytes * self.own_chunks * self.chunk
+        read_bytes = item_bytes * crop.inside(self.work, self.box.tile, self.box.halo)
+        read_bytes *= min(side.reduced, self.own_chunks * self.chunk)
         shared = a_loads * 16 * self.work.step_bytes + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         if self.work.strict:
@@ -403,20 +418,9 @@ class Candidate:
         """Bytes read in whole sectors of 32 bytes, divided by the bytes of the halo."""
         if self.work.side.x[4] == 1:
             line = self.box.halo[2] * self.item_bytes
-            return (line + SECTOR_ENDS) / line
+            return (self.box.halo[2] * min(self.work.line_steps[2] * self.item_bytes, SECTOR) + SECTOR_ENDS) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
         return max(1.0, SECTOR / run)
-
-
-def outputs_of(side: Side) -> int:
-    """Returns the number of elements of y."""
-    return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
-
-
-def is_dense(side: Side) -> bool:
-    """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
-    shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
-    return last_offset(shape, side.y) + 1 == outputs_of(side)
 
 
 def adding(side: Side, splits: int, device: Device) -> float:
@@ -449,16 +453,9 @@ def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> 
     return sums + window + 2 * tiles_n + OTHER_REGISTERS + JOB_REGISTERS[copy]
 
 
-def works(side: Side) -> Iterator[Work]:
-    """Yields the divisions of taps into rows and inner taps that are worth considering."""
-    for unrolled in range(4):
-        work, own = Work(side, unrolled), side.gathers[3 - unrolled :]
-        if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
-            continue  # a single tap along w leaves nothing to unroll
-        if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
-            continue
-        if 0 < len(work.inner.loads) <= 32:
-            yield work
+def copy_of_lattice(work: Work, copy: int) -> int:
+    """Returns the kind of copy of a halo: pairs of positions are neighbours in memory, not along a lattice."""
+    return HALVES if copy >= PAIRS and work.line_steps[2] > 1 else copy
 
 
 class Shape(NamedTuple):
@@ -506,10 +503,9 @@ def builds(work: Work, shape: Shape) -> Iterator[Build]:
     """Yields the builds of a shape."""
     tiles_m, tiles_n, warps_m, warps_n, steps, blocks = shape
     for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
-        yield Build(
-            *(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
-            apart=work.apart,
-        )
+        of_shape = (work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks)
+        if not work.crops or crop.may_leave_out(work, rows):
+            yield Build(*of_shape, apart=work.apart, crops=work.crops, lattices=work.lattices)
 
 
 @lru_cache(maxsize=4096)
@@ -519,7 +515,7 @@ def rows_of_step(work: Work, multiplies: int) -> tuple[int, ...]:
     counts = {len(source.rows) for source in work.sources}
     found = [
         rows
-        for rows in ROWS
+        for rows in (ANY_ROWS if work.lattices or work.crops else ROWS)
         if rows == 1 or (rows * each <= MAX_STEP_CODE and any(count % rows == 0 for count in counts))
     ]
     return tuple(r for i, r in enumerate(found) if r * each >= FEW_IN_STEP or i + 1 == len(found))
@@ -531,18 +527,20 @@ def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: boo
     Where taps reach so far that no halo fits, every tap gets a halo of its own.
     """
     found = None
-    for found in _of_works(works(side), copy, item_bytes, device, rows):
+    for found in of_works(works(side), copy, item_bytes, device, rows):
         yield found
     if found is None:
-        yield from _of_works([Work(side, 0, apart=True)], copy, item_bytes, device, rows)
+        yield from of_works([Work(side, 0, apart=True)], copy, item_bytes, device, rows)
 
 
-def _of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Device, rows: bool) -> Iterator[Candidate]:
+def of_works(divided: Iterable[Work], copy: int, item_bytes: int, device: Device, rows: bool) -> Iterator[Candidate]:
+    """Yields the builds of some divisions of taps that fit the device, with their boxes."""
     for work in divided:
         for shape in shapes(work, copy, item_bytes):
             for build in builds(work, shape):
                 for box in boxes(work, build.tiles_m, build.warps_m):
-                    yield from fitting(Candidate(work, build, box, copy, item_bytes, rows), device)
+                    made = Candidate(work, build, box, copy_of_lattice(work, copy), item_bytes, rows)
+                    yield from fitting(made, device)
 
 
 def fitting(found: Candidate, device: Device) -> Iterator[Candidate]:
@@ -551,7 +549,7 @@ def fitting(found: Candidate, device: Device) -> Iterator[Candidate]:
     if fit > 0:
         yield found if fit == found.build.blocks else replace(found, build=replace(found.build, blocks=fit))
         yield from _split(found, fit, device)
-    if found.build.stages == 2:
+    if found.build.stages == 2 and not found.build.crops:
         yield from _resident(found, device)
 
 
@@ -559,7 +557,8 @@ def candidates_of(
     build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
 ) -> Iterator[Candidate]:
     """Yields one build with each of its boxes that fit the device."""
-    work = Work(side, build.unrolled, build.apart)
+    work = Work.of(side, build.unrolled, build.apart, build.lattices, build.crops)
+    copy = copy_of_lattice(work, copy)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)
         found = found.in_one_wave(device) if build.resident else found

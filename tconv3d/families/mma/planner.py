@@ -154,7 +154,7 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
     items = f"{found.box.items} batch items x " if found.box.items > 1 else ""
     tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
-        "mma_ahead" if found.build.ahead else "mma",
+        "mma_ahead" if found.build.ahead else "mma_far" if found.build.lattices or found.build.crops else "mma",
         "tensor cores, any setting"
         + (", three TF32 products" if found.work.strict else "")
         + (", of rows of channels that are written first" if found.rows else ""),
@@ -259,28 +259,36 @@ def forget() -> None:
 
 def chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
-    types = (problem.dtype, problem.tf32, problem.activation, problem.norm)
-    kind = (problem.which, problem.geometry, *types, problem.input[1] == 1)
     choice = _repertoire.choose(
-        (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
+        layer_of(problem, device),
         (problem.batch, problem.input_size),
         lambda: _own(problem, device),
         lambda: (found for each in typical_problems(problem) if (found := _own(each, device)) is not None),
-        lambda choice, _: best.cycles(device) if (best := _best(problem, device, choice)) else inf,
+        lambda choice, _: found.cycles(device) if (found := best(problem, device, choice)) else inf,
     )
-    return None if choice is None else _best(problem, device, choice)
+    return None if choice is None else best(problem, device, choice)
+
+
+def layer_of(problem: Problem, device: Device) -> tuple[object, ...]:
+    """Returns all that the choice of a build depends on besides the volume."""
+    types = (problem.dtype, problem.tf32, problem.activation, problem.norm)
+    kind = (problem.which, problem.geometry, *types, problem.input[1] == 1)
+    return (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device)
 
 
 @lru_cache(maxsize=1024)
 def _own(problem: Problem, device: Device) -> Choice | None:
     """Returns the build that the model predicts to be fastest for this volume, or None."""
-    # What follows the sums does not matter to the model: layers that differ in it share a search.
-    held = "all" if problem.channels else ""
-    plain = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
-    plain = replace(plain, tail_reads=(), channels=held, per_position="")
-    settings = (plain, replace(device, name=""))
+    settings = (plain(problem), replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
+
+
+def plain(problem: Problem) -> Problem:
+    """Returns a problem without what follows its sums: layers that differ in that alone share a search."""
+    held = "all" if problem.channels else ""
+    found = replace(problem, relu=False, tail="", tail_vectors=0, tail_wholes=0, norm=None)
+    return replace(found, tail_reads=(), channels=held, per_position="")
 
 
 def _fastest(problem: Problem, device: Device) -> Choice | None:
@@ -289,7 +297,7 @@ def _fastest(problem: Problem, device: Device) -> Choice | None:
 
 
 @lru_cache(maxsize=4096)
-def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
+def best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
     """Returns a build with its predicted fastest box for the volume, or None if none fits."""
     build, rows = choice
     for side, copy, of_rows in sides(problem, device):
@@ -321,12 +329,12 @@ def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
     """Returns the `most` predicted fastest builds, each with its fastest box."""
-    best: dict[tuple[Build, bool], Candidate] = {}
+    found: dict[tuple[Build, bool], Candidate] = {}
     for each in _all(problem, device):
-        other = best.get((each.build, each.rows))
+        other = found.get((each.build, each.rows))
         if other is None or each.cycles(device) < other.cycles(device):
-            best[each.build, each.rows] = each
-    return sorted(best.values(), key=lambda each: each.cycles(device))[:most]
+            found[each.build, each.rows] = each
+    return sorted(found.values(), key=lambda each: each.cycles(device))[:most]
 
 
 # ---- The launches.
@@ -353,13 +361,15 @@ def _source_tables(work: Work) -> Constants:
         ("kFirstRow", first_row),
         *((f"kLeast{axis}", tuple(each[i] for each in least)) for i, axis in enumerate("DHW")),
         *((f"kRow{axis}", tuple(each[i] for each in places)) for i, axis in enumerate("DHW")),
-        ("kLineStepD", work.line_steps[0]),
-        ("kLineStepH", work.line_steps[1]),
+        *((f"kLineStep{axis}", step) for axis, step in zip("DHW", work.line_steps, strict=True)),
     )
 
 
 def _step_tables(found: Candidate) -> Constants:
-    """Returns tables of the steps of a chunk (mma_tile.cuh): rows of taps, source in its phase, whether first."""
+    """Returns tables of the steps of a chunk (mma_tile.cuh): rows of taps, source in its phase, whether first.
+
+    Blocks that leave steps out also need the first row of taps of every step, and the first step of every source.
+    """
     steps, first, most = [], [0], found.build.rows
     for phase in found.work.phases:
         for number, source in enumerate(phase):
@@ -367,7 +377,11 @@ def _step_tables(found: Candidate) -> Constants:
             steps += [(min(most, rows - row), number, int(row == 0)) for row in range(0, rows, most)]
         first.append(len(steps))
     counts, numbers, begins = zip(*steps, strict=True) if steps else ((), (), ())
+    of_source = (-(-len(source.rows) // most) for source in found.work.sources)
+    cropping: Constants = (("kStepRow", (0, *accumulate(counts))), ("kSourceStep", (0, *accumulate(of_source))))
     return (
+        ("kCrops", found.build.crops),
+        *(cropping if found.build.crops else ()),
         ("kRows", most),
         ("kWholeSteps", all(count == most for count in counts)),
         ("kMostSources", max(map(len, found.work.phases))),
@@ -394,7 +408,10 @@ def _window_tables(work: Work) -> Constants:
         ("kUse", tuple(tap for window in work.windows for tap, _ in window.taps)),
         ("kFirstUse", (0, *accumulate(len(window.taps) for window in work.windows))),
         *((f"kWindow{axis}", tuple(w.place[i] for w in work.windows)) for i, axis in enumerate("DHW")),
-        *((f"kPhase{axis}", tuple(phase[i] for phase in work.inner.phases)) for i, axis in enumerate("DHW")),
+        *(
+            (f"kPhase{axis}", tuple(classes.start(phase[i]) for phase in work.inner.phases))
+            for i, (axis, classes) in enumerate(zip("DHW", work.classes, strict=True))
+        ),
     )
 
 
@@ -515,6 +532,12 @@ def _main(found: Candidate) -> Launch:
             for axis, gather in zip("DHW", side.gathers, strict=True)
             for name, attribute in (("Phases", "phases"), ("InputStep", "input_step"), ("OutputStep", "output_step"))
         ),
+        *(
+            (f"k{name}{axis}", getattr(classes, attribute))
+            for axis, classes in zip("DHW", work.classes, strict=True)
+            for name, attribute in (("Classes", "number"), ("ClassInput", "x_step"), ("ClassOutput", "y_step"))
+        ),
+        ("kMayPrecede", any(classes.precedes for classes in work.classes)),
     )
     return Launch(
         kernel="mma",
@@ -565,4 +588,5 @@ def _scalars(found: Candidate) -> bytes:
         blocks_w=tile_w // (16 if found.build.along else found.build.tiles_m),
         **per_axis("halo", box.halo),
         pairs=box.line_pairs,
+        **per_axis("classes", [classes.present for classes in found.work.classes]),
     )

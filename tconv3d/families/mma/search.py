@@ -8,7 +8,7 @@ candidates of `model.candidates`, and a test compares both. This module knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf, prod
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ...planning.effort import MMA_BUILDS, Effort
 from ...planning.problem import Device, Pass
 from ...planning.side import Side
-from . import model
+from . import crop, model
 from .box import Box, boxes
 from .model import Build, Candidate, Shape
-from .work import Work
+from .work import Work, is_dense, works
 
 ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 
@@ -56,14 +56,23 @@ class _Shapes(NamedTuple):
                 yield _Group(least, (*self.order[:2], place), bound, shape, box)
 
 
-def fastest(sides: Iterable[tuple[Side, int, bool]], item_bytes: int, device: Device) -> Candidate | None:
-    """Returns the predicted fastest candidate of some sides, each with its kind of copy and whether it has rows."""
+def fastest(
+    sides: Iterable[tuple[Side, int, bool]],
+    item_bytes: int,
+    device: Device,
+    divided: Callable[[Side], Iterable[Work]] | None = None,
+) -> Candidate | None:
+    """Returns the predicted fastest candidate of some sides, each with its kind of copy and whether it has rows.
+
+    `divided` returns the divisions of taps that may be taken, in place of the usual ones.
+    """
     best: tuple[float, Candidate] | None = None
     for side, copy, rows in sides:
         most = best[0] if best else inf
-        bounds = [_Bound(work, copy, item_bytes, device, rows) for work in model.works(side)]
+        divisions = works if divided is None else divided
+        bounds = [_Bound(work, copy, item_bytes, device, rows) for work in divisions(side)]
         found, any_fits = _of_works(bounds, most)
-        if not any_fits:
+        if not any_fits and divided is None:
             found, _ = _of_works([_Bound(Work(side, 0, apart=True), copy, item_bytes, device, rows)], most)
         best = found or best
     return best[1] if best else None
@@ -134,6 +143,8 @@ class _BoxWork(NamedTuple):
     positions: int
     torn: float  # `Candidate.torn`
     waste: float  # `Candidate.sector_waste` where x is contiguous along w
+    share: float  # rows of taps that are not left out, at least, of all
+    inside: float  # lines of halos that lie inside x, of all
 
 
 class _WarpWork(NamedTuple):
@@ -164,7 +175,6 @@ class _ShapeWork(NamedTuple):
     stores: int
     steps: float
     slices: int
-    waiting: float
 
 
 class _Bound:
@@ -178,6 +188,7 @@ class _Bound:
     """
 
     def __init__(self, work: Work, copy: int, item_bytes: int, device: Device, rows: bool) -> None:
+        copy = model.copy_of_lattice(work, copy)
         self.work, self.copy, self.item_bytes, self.device = work, copy, item_bytes, device
         phases = len(work.phases)
         self.kinds = work.side.problem.geometry.groups * phases
@@ -195,7 +206,7 @@ class _Bound:
         self._adding_of: dict[int, float] = {}
         self.lines = work.side.x[4] == 1  # x is contiguous along w
         self.with_rows = rows
-        self.may_split = work.side.problem.which is Pass.INPUT_GRAD and model.is_dense(work.side)
+        self.may_split = work.side.problem.which is Pass.INPUT_GRAD and is_dense(work.side)
         self._steps: dict[int, float] = {}
         self._warps: dict[tuple[int, int, int], _WarpWork] = {}
         self._boxes: dict[tuple[int, int], list[tuple[Box, _BoxWork]]] = {}
@@ -223,10 +234,12 @@ class _Bound:
     def _of_box(self, box: Box) -> _BoxWork:
         width = box.tile[2]
         if width not in self._of_width:  # what is torn and wasted depends on the width of a box alone
-            build = Build(self.work.unrolled, 1, 1, 1, 1, 1, 1, 1, 1, apart=self.work.apart)
+            build = Build(self.work.unrolled, *(1,) * 8)
             one = Candidate(self.work, build, box, self.copy, self.item_bytes, self.with_rows)
             self._of_width[width] = one.torn, one.sector_waste if self.lines else 1.0
-        return _BoxWork(box.slots, box.halo_items, prod(box.tiles), box.positions, *self._of_width[width])
+        shares = crop.share(self.work, box.tile, 1), crop.inside(self.work, box.tile, box.halo)
+        counts = box.slots, box.halo_items, prod(box.tiles), box.positions
+        return _BoxWork(*counts, *self._of_width[width], *shares)
 
     def _steps_of(self, rows: int) -> float:
         """Returns the steps of a chunk of an average block, with so many rows of taps per step."""
@@ -275,7 +288,7 @@ class _Bound:
             # Shared memory has at least two halos, two stages of weights and, without pairs, 8 bytes per slot.
             2 * rows * self.inner * tap_bytes,
             (8 if self.copy < model.PAIRS else 0) + 2 * step_bytes,
-            model.may_stay(work, chunks, tap_bytes, self.device),
+            not work.crops and model.may_stay(work, chunks, tap_bytes, self.device),
             chunks,
             chunks * step_bytes,
             multiplies,
@@ -287,25 +300,26 @@ class _Bound:
             self.inner_phases * min(columns, side.outs),
             steps,
             -(-side.outs // columns),
-            self._waiting(chunks * steps, multiplies),
         )
 
     def cycles(self, shape: Shape, of_shape: _ShapeWork, box: _BoxWork, rough: bool = False) -> float:
         """Returns the bound of a shape with a box. A rough bound also holds for the least of several boxes."""
         item_bytes, multiprocessors, chunks = self.item_bytes, self.device.multiprocessors, of_shape.chunks
-        items = self.sources * box.halo_items
+        items, left = self.sources * box.halo_items, box.share
+        steps, multiplies = of_shape.steps * left, of_shape.multiplies * left
         halo_bytes, stored = items * of_shape.copied, box.positions * of_shape.stores
         storing = max(box.torn * stored * self.of_stored, stored * self.of_stores)
-        issued, shared = of_shape.issued + self.copied * halo_bytes, of_shape.shared + halo_bytes
-        read = items * self.work.side.reduced * item_bytes * box.waste * of_shape.waste
+        issued, shared = of_shape.issued * left + self.copied * halo_bytes, of_shape.shared * left + halo_bytes
+        read = items * box.inside * self.work.side.reduced * item_bytes * box.waste * of_shape.waste
         exposed = chunks * self._exposed(box, shape) if self.exposes else 0.0
         grid = box.tiles * self.kinds * of_shape.slices
         # As many blocks share a multiprocessor as registers and shared memory allow.
         taken = of_shape.ring_bytes + box.slots * of_shape.slot_bytes + model.BLOCK_OVERHEAD
         most = min(shape.blocks, (self.device.shared_bytes + model.BLOCK_OVERHEAD) // taken)
-        idle, even = of_shape.waiting + exposed + storing, max(1.0, grid / multiprocessors)
-        weight_bytes = 0.0 if rough and of_shape.stay else of_shape.weight_bytes
-        parts = of_shape.multiply, shared, issued, read
+        idle = self._waiting(chunks * steps, multiplies) + exposed + storing
+        even = max(1.0, grid / multiprocessors)
+        weight_bytes = 0.0 if rough and of_shape.stay else of_shape.weight_bytes * left
+        parts = of_shape.multiply * left**model.TOGETHER, shared, issued, read
         whole, working = _block(*parts, weight_bytes, storing)
         alone_on_most = max(1.0, grid / (most * multiprocessors))
         if rough:
@@ -327,7 +341,7 @@ class _Bound:
                 if (room := blocks * multiprocessors // grid) > 1:  # at most so many blocks share a tile's channels
                     own = -(-chunks // room)
                     splits, part = 2 if rough else -(-chunks // own), own / chunks
-                    idle = self._waiting(own * of_shape.steps, of_shape.multiplies * part) + exposed * part + storing
+                    idle = self._waiting(own * steps, multiplies * part) + exposed * part + storing
                     busy = whole * max(part, grid / multiprocessors * (1.0 if rough else part * splits))
                     divided = model.SPLIT * _hiding(whole * part + idle, busy)
                     least = min(least, divided + self._adding(splits))
@@ -351,4 +365,4 @@ class _Bound:
             most = (2 if self.copy >= model.PAIRS else 1) * model.JOB_BYTES[self.copy] * 32 * warps
             jobs = -(-box.halo_items * self.work.step_bytes * shape.steps // most)
             exposed += model.JOB_CYCLES * max(0.0, jobs * self.sources - self.rows)
-        return exposed + model.ROW_CYCLES * self.rows / (warps / 4)
+        return exposed + model.ROW_CYCLES * box.share * self.rows / (warps / 4)

@@ -5,11 +5,15 @@ The result is a pure function of a layer's geometry. This module knows nothing o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
+from ...planning.classes import WHOLE, Classes, divided, unit_of
 from ...planning.geometry import Triple
 from ...planning.plain_data import once
+from ...planning.problem import last_offset
 from ...planning.side import Side, Unrolled
 
 # Sources of a block phase whose items have one bit for each in a 16-bit mask; with more sources, copies compute
@@ -49,9 +53,27 @@ class Window:
 class Work:
     """Derives the part of a build's work that depends on the layer alone."""
 
-    side: Side
+    side: Side  # counts the positions and steps of a class
     unrolled: int
     apart: bool = False  # every row of taps is a source of its own, because the halo of several would be too large
+    lattices: int = 0  # outermost dimensions along which a block has positions of one class (planning/classes.py)
+    classes: tuple[Classes, Classes, Classes] = (WHOLE, WHOLE, WHOLE)
+    crops: bool = False  # a block leaves out steps whose taps read zeros beyond x alone (crop.py)
+
+    @classmethod
+    def of(cls, side: Side, unrolled: int, apart: bool = False, lattices: int = 0, crops: bool = False) -> Work:
+        """Returns the work on positions of one class along the `lattices` outermost dimensions."""
+        if not lattices:
+            return cls(side, unrolled, apart, crops=crops)
+        axes = zip(side.gathers, side.grid, strict=True)
+        found = [
+            divided(gather, positions, together=axis >= 3 - unrolled)
+            if axis < lattices
+            else (gather, WHOLE, positions)
+            for axis, (gather, positions) in enumerate(axes)
+        ]
+        (d, h, w), (of_d, of_h, of_w), grid = zip(*found, strict=True)
+        return cls(replace(side, gathers=(d, h, w), grid=grid), unrolled, apart, lattices, (of_d, of_h, of_w), crops)
 
     @once
     def strict(self) -> bool:
@@ -79,9 +101,15 @@ class Work:
 
     @once
     def line_steps(self) -> Triple:
-        """Lines of x from line to line of a halo: the input step if every phase of x has its own halo, else 1."""
+        """Lines (d, h) and items (w) of x from line to line, or item to item, of a halo.
+
+        Lines are the input step apart if every phase of x has its own halo, else they are those of the lattice, or
+        all lines.
+        """
         d, h, _ = (gather.input_step for gather in self.side.gathers)
-        return (d, h, 1) if self.apart or d * h <= MAX_SOURCES else (1, 1, 1)
+        of_d, of_h, of_w = (classes.unit for classes in self.classes)
+        own = self.apart or d // of_d * (h // of_h) <= MAX_SOURCES
+        return (d, h, of_w) if own else (of_d, of_h, of_w)
 
     @once
     def halo_steps(self) -> Triple:
@@ -141,16 +169,18 @@ class Work:
     def reach(self) -> Triple:
         """The greatest distance between two reads of one position's taps, in lines (d, h) and items (w) of a halo."""
         rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
-        loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
+        furthest = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
+        loads = (distance // step for distance, step in zip(furthest, self.line_steps, strict=True))
         return tuple(map(sum, zip(rows, loads, strict=True)))
 
     @once
     def windows(self) -> tuple[Window, ...]:
         """The windows of a row of taps."""
-        step = self.side.gathers[2].input_step
+        lines, step = self.line_steps, self.halo_steps[2]
         found: dict[Triple, list[tuple[int, int]]] = {}
         for number, (_, load, _) in enumerate(self.inner.taps):
-            d, h, w = (o - at for o, at in zip(self.inner.loads[load], self.least_load, strict=True))
+            offsets = zip(self.inner.loads[load], self.least_load, lines, strict=True)
+            d, h, w = ((o - at) // line for o, at, line in offsets)
             found.setdefault((d, h, w % step), []).append((number, w // step))
         windows = []
         for (d, h, plane), taps in found.items():
@@ -158,3 +188,33 @@ class Work:
             shifted = tuple((tap, shift - first) for tap, shift in taps)
             windows.append(Window((d, h, first * step + plane), shifted))
         return tuple(windows)
+
+
+def lattices_of(side: Side) -> tuple[int, ...]:
+    """Returns in how many of the outermost dimensions a block may have positions of one class, besides none."""
+    dilated = [unit_of(gather) > 1 for gather in side.gathers]
+    return (*((2,) if any(dilated[:2]) else ()), *((3,) if dilated[2] else ()))
+
+
+def works(side: Side, lattices: int = 0, crops: bool = False) -> Iterator[Work]:
+    """Yields the divisions of taps into rows and inner taps that are worth considering."""
+    for unrolled in range(4):
+        work, own = Work.of(side, unrolled, lattices=lattices, crops=crops), side.gathers[3 - unrolled :]
+        if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
+            continue  # a single tap along w leaves nothing to unroll
+        if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
+            continue
+        # Lines of y that are put together in shared memory begin at its first output or behind it.
+        if 0 < len(work.inner.loads) <= 32 and not (side.y[4] == 1 and work.classes[2].precedes):
+            yield work
+
+
+def outputs_of(side: Side) -> int:
+    """Returns the number of elements of y."""
+    return side.problem.batch * side.outs * side.problem.geometry.groups * prod(side.y_size)
+
+
+def is_dense(side: Side) -> bool:
+    """Tells whether y has no gaps in memory, so that partial sums can be laid out like it."""
+    shape = (side.problem.batch, side.outs * side.problem.geometry.groups, *side.y_size)
+    return last_offset(shape, side.y) + 1 == outputs_of(side)

@@ -8,8 +8,9 @@ from itertools import cycle
 
 import pytest
 
-from tconv3d.families.mma import model, search
+from tconv3d.families.mma import far, model, search
 from tconv3d.families.mma import planner as mma_planner
+from tconv3d.families.mma.work import works
 from tconv3d.planning import effort, gpus
 from tconv3d.planning.problem import Device, Pass, Problem
 from tconv3d.tools.bench.layers import LAYERS, Layer
@@ -18,6 +19,7 @@ from tconv3d.tools.bench.wide import wide_layers
 
 MOST_EVALUATED = 0.25  # share of the candidates of several layers that a search may evaluate
 AS_GOOD = 1.03  # most cycles of the build that a limited search finds, over those of the best build
+FAR_AS_GOOD = 1.25  # AS_GOOD of builds for taps that reach far, of which there are more
 KINDS, LAYOUTS = ("tf32", "bfloat16", "float16", "float32"), ("contiguous", "channels_last_3d")
 DEVICES = [gpus.GPUS[name].device for name in ("H200", "A100", "RTX 4090")]
 FAR = Layer(1, 8, 8, (2, 1, 5), (4, 7, 4), (2, 1, 1), (5, 3, 3), (3, 1, 0), (5, 2, 3))
@@ -37,7 +39,7 @@ def bounds_of(problem: Problem, device: Device) -> dict[tuple[model.Work, model.
     """Returns the bound of every shape with every box. The bound of a shape holds for all its boxes."""
     least: dict[tuple[model.Work, model.Shape, model.Box], float] = {}
     for side, copy, rows in mma_planner.sides(problem, device):
-        for work in (*model.works(side), model.Work(side, 0, apart=True)):
+        for work in (*works(side), *far.divided(side), model.Work(side, 0, apart=True)):
             for shapes in search._Bound(work, copy, problem.item_bytes, device, rows).shapes(0):
                 for group in shapes.groups():
                     assert shapes.least <= group.least * (1 + 1e-12), group
@@ -75,6 +77,29 @@ def test_the_search_leaves_out_no_faster_candidate(monkeypatch: pytest.MonkeyPat
             shape = model.Shape(b.tiles_m, b.tiles_n, b.warps_m, b.warps_n, b.steps, each.rows)
             assert cycles >= least[each.work, shape, each.box], each
     assert 0 < evaluated < MOST_EVALUATED * all_candidates
+
+
+def test_the_search_for_taps_that_reach_far_leaves_out_no_faster_candidate() -> None:
+    """Lattices and steps that are left out are bounded too."""
+    seen = set()
+    for problem, device in cases():
+        if far.why_never(problem, device) is not None:
+            continue
+        sides = list(mma_planner.sides(problem, device))
+        with effort.unlimited():
+            found = search.fastest(sides, problem.item_bytes, device, far.divided)
+        every = [(each.cycles(device), each) for each in far.candidates(problem, device)]
+        best = min(every, key=lambda pair: pair[0], default=(0.0, None))[1]
+        assert found == best, (problem, device)
+        limited = search.fastest(sides, problem.item_bytes, device, far.divided)
+        assert best is None or limited.cycles(device) <= FAR_AS_GOOD * best.cycles(device), (problem, device)
+        least = bounds_of(problem, device)
+        for cycles, each in every:
+            b = each.build
+            seen.add((b.lattices, b.crops))
+            shape = model.Shape(b.tiles_m, b.tiles_n, b.warps_m, b.warps_n, b.steps, each.rows)
+            assert cycles >= least[each.work, shape, each.box], each
+    assert len(seen) >= 4, seen
 
 
 def test_the_limit_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
