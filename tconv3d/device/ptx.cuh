@@ -473,6 +473,13 @@ __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool
   }
 }
 
+// Copies the first `bytes` of 16 bytes, at most 16, and writes zeros behind them: other bytes are not read.
+__device__ __forceinline__ void copy_beginning(void* to, const void* from, unsigned bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+
 // Copies words, or writes zeros if not `inside`: copies of 16 bytes prefetch their 128-byte line into L2.
 template <int kWords>
 __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, bool inside) {

@@ -318,29 +318,42 @@ inline void store_transposed(unsigned address, uint4 words) {
 
 struct EmulatedCopy {
   std::uint32_t* to;
-  const void* from;  // null: the copy writes zero
+  const void* from;    // null: the copy writes zero
+  unsigned bytes = 4;  // bytes that are read; zeros follow them
 };
 using EmulatedCopies = EmulatedQueue<EmulatedCopy, 8>;
 
 inline void execute(const EmulatedCopy& copy) {
   std::uint32_t word = 0;
-  if (copy.from) std::memcpy(&word, copy.from, sizeof word);
+  if (copy.from) std::memcpy(&word, copy.from, copy.bytes);
   emulator::races::write(copy.to, sizeof word);
   *copy.to = word;
 }
 
+// Copies the first `bytes` of kWords words, and writes zeros behind them.
 template <int kWords>
-inline void copy_words(void* to, const void* from, bool inside) {
+inline void copy_bytes(void* to, const void* from, unsigned bytes) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   constexpr unsigned kBytes = 4u * kWords;
   if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
+  if (bytes > kBytes) emulator::fail("an asynchronous copy of %u bytes reads %u", kBytes, bytes);
   emulator::shared_pointer(emulator::shared_address(to), kBytes);  // fails outside of shared memory
   emulator::races::write(to, kBytes);  // a GPU may write at any time from here to the wait
-  for (int i = 0; i < kWords; ++i)
+  for (unsigned i = 0; i < kWords; ++i) {
+    const unsigned left = bytes > 4 * i ? bytes - 4 * i : 0u;
     emulator::thread_state<EmulatedCopies>().push(
-        {static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr});
+        {static_cast<std::uint32_t*>(to) + i, left > 0 ? static_cast<const char*>(from) + 4 * i : nullptr,
+         left < 4 ? left : 4u});
+  }
 }
+template <int kWords>
+inline void copy_words(void* to, const void* from, bool inside) {
+  copy_bytes<kWords>(to, from, inside ? 4u * kWords : 0u);
+}
+
+inline void copy_beginning(void* to, const void* from, unsigned bytes) { copy_bytes<4>(to, from, bytes); }
+
 template <int kWords>
 inline void copy_words_once(void* to, const void* from, bool inside) {
   copy_words<kWords>(to, from, inside);
