@@ -220,6 +220,20 @@ TWINS = (
         Case(ODD, wanted=("weight",), input=LAST, grad=LAST),
     ),
     Twin(
+        "halo",
+        "halo",
+        "q >= found.before ? shift : 0",
+        "shift",
+        Case(SHIFTED, "bfloat16", favoured="halo_turned", wanted=("input",)),
+    ),
+    Twin(
+        "halo",
+        "halo",
+        "q == 0 && shift > 0 ? found.left",
+        "q == 0 && shift > 8 ? found.left",
+        Case(SHIFTED, "bfloat16", favoured="halo_turned", wanted=("input",)),
+    ),
+    Twin(
         "hopper_weight_grad",
         "hopper_weight_grad",
         "ptx::shifted(from[0], from[1], shift % 2 * 16)",
