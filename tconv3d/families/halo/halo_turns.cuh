@@ -25,7 +25,7 @@ struct HaloTurns {
 
   static constexpr int kItems = 8, kTogether = Vectors::kTogether;  // values of a vector, vectors of a turn
   static constexpr int kTurns = 1, kPieces = Transposed::kPieces, kShares = Vectors::kUsedPieces / kPieces;
-  static constexpr int kChannels = 8;                        // of a piece
+  static constexpr int kChannels = 8;                        // channels of a piece
   static constexpr int kChannelBytes = 16 * kTogether + 16;  // a vector more than a turn has
   static constexpr int kPieceBytes = kChannels * kChannelBytes;
 

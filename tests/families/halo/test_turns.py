@@ -14,11 +14,14 @@ from problems import A100, H200
 
 import tconv3d
 from tconv3d import emulator
+from tconv3d.families.halo import candidates
 from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import Division, Weights
+from tconv3d.families.halo.job import job_of
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.offers import Offer
-from tconv3d.planning.problem import Pass, Problem, channels_last_strides, contiguous_strides
+from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
 from tconv3d.torch_ops import executor
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
@@ -94,6 +97,29 @@ def test_against_float64(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("apart", [1, 3, 6])
 def test_channels_that_begin_anywhere(apart: int) -> None:
     check(LAYERS["odd lines"], torch.bfloat16, apart)
+
+
+@pytest.mark.parametrize("division", [Division.BLOCKS, Division.LAST_TILES], ids=str)
+def test_blocks_divide_chunks(division: Division) -> None:
+    layer = Layer(16, 72, (5, 3, 12), (3, 3, 2), T2, (1, 1, 0), batch=3, bias=False)
+    x, w = layer.operands(torch.bfloat16, "cpu")
+    exact = x.double().requires_grad_()
+    y = F.conv_transpose3d(exact, w.double(), None, *layer.settings)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (expected,) = torch.autograd.grad(y, exact, dy.double())
+    job = replace(job_of(problem(layer)), turned=True)
+    found = (b for b in candidates.builds(candidates.Nominal.of(job), 232448) if b.chunks > 1)
+    build = next(found).but(weights=Weights.STREAMED, slots=3, division=division)
+    plan = halo_planner.plan_build(build, job, Device("small Hopper", (9, 0), 5, 232448))
+    assert plan is not None and plan.sum is not None
+    packed = torch.full((plan.packed_bytes // 2,), torch.nan, dtype=torch.bfloat16)
+    dx, portions = torch.full_like(x, torch.nan), torch.full((plan.portions_bytes // 4,), torch.nan)
+    places = {"x": dy, "weight": w, "workspace": packed, "y": dx, "portions": portions}
+    for launch, order in zip((plan.pack, plan.main, plan.sum), ("forward", "shuffled:1", "reversed"), strict=True):
+        emulator.prepare(launch, order)(
+            tuple(places[name].data_ptr() if name in places else 0 for name in launch.pointers)
+        )
+    assert float((dx.double() - expected).norm() / expected.norm()) < 4e-3
 
 
 def test_what_is_offered() -> None:

@@ -196,6 +196,7 @@ ODD_AND_EVEN = {
     "even lines of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), T2, (0, 0, 1)),
     "odd lines of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), T2, (0, 0, 1), (0, 0, 1)),
     "odd lines of three phases": Layer(16, 12, (2, 3, 8), (2, 3, 4), (2, 1, 3), (0, 1, 2)),
+    "odd lines, one of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 3), T2, (0, 0, 1), dilation=(1, 1, 2)),
     "odd lines in several boxes": Layer(8, 20, (2, 3, 73), (1, 3, 5), T2, (0, 1, 3), batch=3),
     "odd lines that begin far outside": Layer(8, 8, (1, 2, 16), (1, 1, 7), T2, (0, 0, 9), dilation=(1, 1, 3)),
     "one of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 2), T2, (0, 0, 1), dilation=(1, 1, 2)),
@@ -213,7 +214,9 @@ def test_every_way_of_copying(name: str, dtype: torch.dtype, tensor_cores: str) 
 
 
 @warpgroup_only
-@pytest.mark.parametrize("name", ["odd lines of two phases", "odd lines of three phases"])
+@pytest.mark.parametrize(
+    "name", ["odd lines of two phases", "odd lines of three phases", "odd lines, one of two phases"]
+)
 def test_lines_that_begin_anywhere_in_vectors(name: str, tensor_cores: str) -> None:
     """Vectors that contain a line of dy reach beyond it, but never beyond the tensor, and only of aligned tensors."""
     layer = ODD_AND_EVEN[name]
