@@ -29,13 +29,15 @@ struct HaloLoaders {
   static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Choices::kCopiesRows &&
                                         Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
 
-  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
-  static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
-  static constexpr int kSharedBytes =
-      Config::kInput == Input::kTurned
-          ? HaloTurns<Config>::kBesideStart
-          : Shared::kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
-  static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
+  // The table of positions, which lies behind everything else in shared memory.
+  struct Table {
+    static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+    static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
+    static constexpr int kSharedBytes =
+        Shared::kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+  };
+  using Last = typename Choose<Config::kInput == Input::kTurned, HaloTurns<Config>, Table>::type;
+  static_assert(Last::kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
 
   // The sequence of batches of a loader warp, across chunks, planes and tiles.
   template <class Batch>

@@ -51,6 +51,8 @@ struct HaloTurns {
   static constexpr int kBesideStart =
       (kArrivingStart + Shared::kLoaderWarps * kAtOnce * static_cast<int>(sizeof(Arriving)) + 127) / 128 *
       128;
+  static constexpr int kSharedBytes =
+      kBesideStart + 128 * Shared::kLoaderWarps;  // without the table of turns
   static_assert(sizeof(Arriving) % 16 == 0, "vectors are aligned");
 
   static __device__ __forceinline__ Turn* table() {

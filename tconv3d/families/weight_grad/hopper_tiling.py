@@ -82,7 +82,7 @@ class Layer:
 
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
-        # Lines of dy are copied as they lie in memory if the taps read all phases, or half of the phases of lines that
+        # Lines of dy are copied as they lie in memory if the taps read all phases, or half of the phases if the lines
         # would otherwise be copied element by element.
         least = -(-axis.stride // 2) if self.shifted_y else axis.stride
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) >= least:
