@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ from problems import A100, H200
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.families.halo import candidates
+from tconv3d.families.halo import candidates, loading, model, search
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Division, Weights
 from tconv3d.families.halo.job import job_of
+from tconv3d.families.halo.tiling import tilings
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.offers import Offer
@@ -120,6 +122,22 @@ def test_blocks_divide_chunks(division: Division) -> None:
             tuple(places[name].data_ptr() if name in places else 0 for name in launch.pointers)
         )
     assert float((dx.double() - expected).norm() / expected.norm()) < 4e-3
+
+
+def test_no_tiling_takes_less_than_the_least() -> None:
+    """What the search passes over without a closer look would not have been chosen."""
+    job = replace(job_of(problem(Layer(48, 64, (6, 8, 24), T3, T2, T1))), turned=True)
+    looked_at = 0
+    for build in candidates.builds_of(candidates.Nominal.of(job), 232448):
+        least = search.least(build, job, 132)
+        assert least is not None
+        for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::11]:
+            if loading.vectors(build, job, tiling):
+                takes = model.cycles(build, tiling, job, 132)
+                assert least.any_tiling <= takes < math.inf
+                assert not least.exceeds(tiling, least.room(takes)), (build, tiling)
+                looked_at += 1
+    assert looked_at > 20
 
 
 def test_what_is_offered() -> None:
