@@ -116,6 +116,8 @@ def _turned(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
         flat = build.input is Input.LOADED and not build.march and build.output is Output.DIRECT
         if not flat or build.tile.groups > 1 or build.program.read_step[2] != build.program.parts:
             continue
+        if build.tile.slabs == 1 or build.block.producers == 1:
+            continue  # few products, or few loaders: no such build is predicted to win
         slots = build.block.slots
         for count in (slots,) if build.weights.resident else dict.fromkeys((slots, max(2, slots // 2))):
             turned = build.but(input=Input.TURNED, slots=count)

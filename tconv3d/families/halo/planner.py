@@ -44,6 +44,7 @@ HAS_EPILOGUE = True
 HOLDS_CHANNELS = True
 LEAST_PAIRS = 64  # pairs of an input and an output channel of a group: fewer leave most of a product idle
 TURNED_KERNEL = "halo_turned"  # names the offers by builds whose loaders transpose pieces of lines (halo_turns.cuh)
+TURNED_WIDTH = 16  # least elements of a line for such builds
 TURNED_STRIDES = (2, 4)  # strides along w whose phases lie side by side in a row
 MAX_TAPS = 800  # most taps that a block of the packing kernel holds
 MAX_SOURCES = 64  # most phase planes of the output gradient
@@ -251,11 +252,16 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def may_turn(problem: Problem) -> bool:
-    """Returns whether loaders may transpose pieces of lines of dy, of which positions gather several phases."""
+    """Returns whether loaders may transpose pieces of lines of dy, of which positions gather several phases.
+
+    Lines that begin with whole vectors are left to loads through registers, which are as fast by the model.
+    """
     if problem.which is not Pass.INPUT_GRAD or problem.item_bytes != 2 or not problem.aligned:
         return False
-    width = problem.geometry.axes[2]
-    return problem.output[4] == 1 and problem.geometry.out_channels > 1 and width.stride in TURNED_STRIDES
+    (*outer, w), width = problem.output, problem.output_size[2]
+    axis = problem.geometry.axes[2]
+    near = axis.stride in TURNED_STRIDES and axis.dilation == 1
+    return w == 1 and near and width >= TURNED_WIDTH and any(v % 8 for v in (*outer, width))
 
 
 def _with_surcharge(answer: Answer) -> Answer:

@@ -82,9 +82,10 @@ class Layer:
 
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
-        # Lines of dy are copied as they lie in memory if the taps read all phases, or half of the phases if the lines
-        # would otherwise be copied element by element.
-        least = -(-axis.stride // 2) if self.shifted_y else axis.stride
+        # Lines of dy are copied as they lie in memory if the taps read all phases, or half of the phases, near each
+        # other, if the lines would otherwise be copied element by element.
+        half = self.shifted_y and axis.dilation <= axis.stride
+        least = -(-axis.stride // 2) if half else axis.stride
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) >= least:
             return self.lines(taps)
         return Planes(Rows.of(axis, taps, self.plane_start), self.per_word, axis.stride, self.piece_y > 0)

@@ -29,7 +29,7 @@ from tconv3d.torch_ops import executor
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 LAYERS = {
     "odd lines": Layer(32, 32, (3, 5, 16), T3, T2, T1),
-    "even lines that are no vectors": Layer(24, 24, (2, 3, 24), T3, T2, T1, (0, 0, 1), batch=1),
+    "even lines that are no vectors": Layer(24, 24, (2, 3, 23), T3, T2, T1, (0, 0, 1), batch=1),
     "several chunks": Layer(40, 72, (2, 6, 20), T3, T2, T1, batch=1),
     "channels that fill no piece": Layer(40, 37, (2, 3, 17), (2, 3, 4), (1, 2, 2), (0, 1, 1), batch=1),
     "four phases": Layer(24, 48, (3, 3, 9), (2, 3, 5), (2, 2, 4), (0, 0, 3), batch=2),
@@ -156,6 +156,7 @@ def test_what_is_offered() -> None:
         replace(taken, dtype="float32", tf32=True),
         problem(Layer(32, 32, (3, 5, 16), T3, (2, 2, 3), T1)),
         problem(Layer(32, 32, (3, 5, 16), T3, T1, T1)),
+        problem(Layer(32, 32, (3, 5, 16), T3, T2, T1, (0, 0, 1))),
     ):
         assert "halo_turned" not in offered(refused)
     assert offered(taken, A100) == []
