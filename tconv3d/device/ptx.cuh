@@ -473,6 +473,13 @@ __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool
   }
 }
 
+// Copies the first `bytes` of 16 bytes, at most 16, and writes zeros behind them: other bytes are not read.
+__device__ __forceinline__ void copy_beginning(void* to, const void* from, unsigned bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+
 // Copies words, or writes zeros if not `inside`: copies of 16 bytes prefetch their 128-byte line into L2.
 template <int kWords>
 __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, bool inside) {
@@ -503,8 +510,9 @@ __device__ __forceinline__ void copy_word(unsigned to, const void* from, bool in
       : "memory");
 }
 
-// Copies the first `bytes` of 16 bytes, 1 to 16 of them, and writes zeros behind them; no others are read.
-__device__ __forceinline__ void copy_beginning(unsigned to, const void* from, int bytes) {
+// Copies the first `bytes` of 16 bytes that are read only once, and writes zeros behind them: other bytes are
+// not read. The copy bypasses L1 and prefetches the 128-byte line into L2.
+__device__ __forceinline__ void copy_beginning_once(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(bytes)
                : "memory");

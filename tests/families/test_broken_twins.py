@@ -40,6 +40,7 @@ class Twin(NamedTuple):
 UP = Layer(16, 8, (2, 4, 8), T2, T2, batch=1, bias=False)
 GROUPS = Layer(16, 16, (3, 4, 14), T3, T1, T1, groups=4, batch=1)
 ODD = Layer(64, 96, (3, 5, 9), T3, T2, T1, batch=1)
+SHIFTED = Layer(32, 24, (3, 4, 24), T3, T2, T1)
 DEPTHWISE = Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6)
 GRADIENTS = ("input", "weight", "bias")
 GATHERED = Case(Layer(40, 24, (2, 3, 3), T3, T2, T1, T1), "bfloat16", favoured="gather", wanted=GRADIENTS)
@@ -243,6 +244,34 @@ TWINS = (
         "inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w : 0;",
         "inside(d, args.dy_size.d) && inside(h, args.dy_size.h) ? args.dy_size.w - 1 : 0;",
         Case(ODD, wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
+        "halo",
+        "halo",
+        "q >= found.before ? shift : 0",
+        "shift",
+        Case(SHIFTED, "bfloat16", favoured="halo_turned", wanted=("input",)),
+    ),
+    Twin(
+        "halo",
+        "halo",
+        "q == 0 && shift > 0 ? found.left",
+        "q == 0 && shift > 8 ? found.left",
+        Case(SHIFTED, "bfloat16", favoured="halo_turned", wanted=("input",)),
+    ),
+    Twin(
+        "hopper_weight_grad",
+        "hopper_weight_grad",
+        "ptx::shifted(from[0], from[1], shift % 2 * 16)",
+        "ptx::shifted(from[0], from[1], 0)",
+        Case(SHIFTED, "bfloat16", wanted=("weight", "bias")),
+    ),
+    Twin(
+        "hopper_weight_grad",
+        "hopper_weight_grad",
+        "return first + 2 * kWord < 0 ? 0u : word;",
+        "return word;",
+        Case(SHIFTED, "bfloat16", wanted=("weight",)),
     ),
     Twin(
         "rows_weight_grad",

@@ -57,6 +57,7 @@ FAVOURED: dict[str, Favour] = {
         ("depthwise_rows", "depthwise_tiles", "depthwise_tiles_weight_grad"),
         ((depthwise_tiles_planner, {"MANY_TAPS": 0}),),
     ),
+    "halo_turned": Favour(("halo_turned",)),
     "up_backward": Favour(("up_backward", "up_backward_last")),
     "up_grad": Favour(("up_grad",), ((up_grad_planner, {"MIN_CHANNELS": 1, "MIN_POSITIONS": 1}),)),
 }

@@ -165,9 +165,12 @@ def test_which_channels_last_gradients_are_copied(device: Device, dtype: str, wi
 
 
 def test_lines_of_odd_length_are_copied_where_that_is_predicted_to_win() -> None:
+    """Kernels read the lines of aligned tensors as they lie; other tensors are copied."""
     gradients = {w: p for w, p in problems(REPRESENTATIVE, "bfloat16").items() if w is not Pass.FORWARD}
+    unaligned = {which: replace(p, aligned=False) for which, p in gradients.items()}
     with forgetting():
-        assert [offer.kernel for offer in planner.taken(gradients, H200)] == ["to_rows"]
+        assert [offer.kernel for offer in planner.taken(gradients, H200)] == ["halo_turned", "hopper_weight_grad"]
+        assert [offer.kernel for offer in planner.taken(unaligned, H200)] == ["to_rows"]
         gradients = {w: p for w, p in problems(REPRESENTATIVE, "float32").items() if w is not Pass.FORWARD}
         assert not {offer.kernel for offer in planner.taken(gradients, H200)} & {"align", "to_rows"}
 

@@ -330,18 +330,30 @@ inline void execute(const EmulatedCopy& copy) {
   *copy.to = word;
 }
 
+// Copies the first `bytes` of kWords words, and writes zeros behind them.
 template <int kWords>
-inline void copy_words(void* to, const void* from, bool inside) {
+inline void copy_bytes(void* to, const void* from, unsigned bytes) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   constexpr unsigned kBytes = 4u * kWords;
   if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
+  if (bytes > kBytes) emulator::fail("an asynchronous copy of %u bytes reads %u", kBytes, bytes);
   emulator::shared_pointer(emulator::shared_address(to), kBytes);  // fails outside of shared memory
   emulator::races::write(to, kBytes);  // a GPU may write at any time from here to the wait
-  for (int i = 0; i < kWords; ++i)
+  for (unsigned i = 0; i < kWords; ++i) {
+    const unsigned left = bytes > 4 * i ? bytes - 4 * i : 0u;
     emulator::thread_state<EmulatedCopies>().push(
-        {static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr});
+        {static_cast<std::uint32_t*>(to) + i, left > 0 ? static_cast<const char*>(from) + 4 * i : nullptr,
+         left < 4 ? left : 4u});
+  }
 }
+template <int kWords>
+inline void copy_words(void* to, const void* from, bool inside) {
+  copy_bytes<kWords>(to, from, inside ? 4u * kWords : 0u);
+}
+
+inline void copy_beginning(void* to, const void* from, unsigned bytes) { copy_bytes<4>(to, from, bytes); }
+
 template <int kWords>
 inline void copy_words_once(void* to, const void* from, bool inside) {
   copy_words<kWords>(to, from, inside);
@@ -360,16 +372,8 @@ inline void copy_word(unsigned to, const void* from, bool inside) {
   copy_words<1>(emulator::shared_pointer(to, 4), from, inside);
 }
 
-inline void copy_beginning(unsigned to, const void* from, int bytes) {
-  auto* const words = static_cast<std::uint32_t*>(emulator::shared_pointer(to, 16));
-  if (to % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u || bytes < 1 || bytes > 16)
-    emulator::fail("an asynchronous copy of %d of 16 bytes that is not aligned", bytes);
-  emulator::races::write(words, 16);
-  for (int i = 0; i < 4; ++i) {
-    const int left = bytes - 4 * i, own = left < 0 ? 0 : left < 4 ? left : 4;
-    emulator::thread_state<EmulatedCopies>().push(
-        {words + i, own > 0 ? static_cast<const char*>(from) + 4 * i : nullptr, static_cast<unsigned>(own)});
-  }
+inline void copy_beginning_once(unsigned to, const void* from, int bytes) {
+  copy_bytes<4>(emulator::shared_pointer(to, 16), from, static_cast<unsigned>(bytes));
 }
 
 inline void copy_commit() { emulator::thread_state<EmulatedCopies>().commit("asynchronous copies"); }

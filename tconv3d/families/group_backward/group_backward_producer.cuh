@@ -27,7 +27,7 @@ struct GroupProducer : GroupTiles<C> {
     const unsigned own = ptx::shared_address(to);
 #pragma unroll 4
     for (int at = 16 * lane; at < bytes; at += 16 * 32)
-      ptx::copy_beginning(own + at, from + at, min(left - at, 16));
+      ptx::copy_beginning_once(own + at, from + at, min(left - at, 16));
   }
 
   // Copies a run by a bulk copy, which must not read past the tensor's last multiple of 16 bytes: the

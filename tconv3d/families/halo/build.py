@@ -46,6 +46,7 @@ class Input(IntEnum):
     REWRITTEN = 2  # asynchronous copies bring rows of channels that a previous launch has rounded
     IN_REGISTERS = 3  # asynchronous copies bring rows; consumers round float32 (halo_registers.cuh)
     LINES = 4  # asynchronous copies bring lines as they lie in memory (halo_lines.cuh)
+    TURNED = 5  # asynchronous copies bring pieces of lines, which producers transpose (halo_turns.cuh)
 
     def __init__(self, value: int) -> None:
         self.copied = value in (1, 2, 3)  # whether asynchronous copies bring rows of channels
@@ -446,6 +447,7 @@ _ARRIVALS = {
     Input.REWRITTEN: ", input rounded and copied past registers",
     Input.IN_REGISTERS: ", input copied past registers, rounded by consumers",
     Input.LINES: ", input in lines as in memory",
+    Input.TURNED: ", pieces of input lines copied past registers and transposed",
 }
 _DIVISIONS = {
     Division.NOBODY: "",

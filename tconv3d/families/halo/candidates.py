@@ -61,6 +61,7 @@ class Nominal:
     strict: bool = False
     lines: bool = False  # whether input can arrive in lines
     holding: Holding = Holding.ANY
+    turned: bool = False  # whether loaders transpose pieces of lines that asynchronous copies bring
 
     @property
     def item_bytes(self) -> int:
@@ -70,7 +71,9 @@ class Nominal:
     def of(cls, job: Job) -> Nominal:
         kind = volume_kind(job.all_positions)
         lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines, job.holding)
+        return cls(
+            job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines, job.holding, job.turned
+        )
 
 
 def _splits(geometry: Geometry, march: bool) -> list[Split]:
@@ -89,6 +92,9 @@ def max_columns(strict: bool, copied: bool = False) -> int:
 
 def builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields the builds for volumes of all kinds."""
+    if nominal.turned:
+        yield from _turned(nominal, shared_bytes)
+        return
     yield from _builds(nominal, shared_bytes, Input.LOADED)
     if nominal.gather and takes_lines(nominal.geometry, True, nominal.dtype, nominal.strict):
         yield from _gathering_lines(nominal.geometry, shared_bytes)
@@ -102,6 +108,21 @@ def builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
             yield build
             if nominal.dtype == "float32" and build.input is Input.COPIED:
                 yield build.but(input=Input.REWRITTEN)
+
+
+def _turned(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+    """Yields the builds whose loaders transpose pieces of lines."""
+    for build in _builds(nominal, shared_bytes, Input.LOADED):
+        flat = build.input is Input.LOADED and not build.march and build.output is Output.DIRECT
+        if not flat or build.tile.groups > 1 or build.program.read_step[2] != build.program.parts:
+            continue
+        if build.tile.slabs == 1 or build.block.producers == 1:
+            continue  # few products, or few loaders: no such build is predicted to win
+        slots = build.block.slots
+        for count in (slots,) if build.weights.resident else dict.fromkeys((slots, max(2, slots // 2))):
+            turned = build.but(input=Input.TURNED, slots=count)
+            if stage_rows(turned) >= LEAST_ROWS:
+                yield turned
 
 
 def _builds(nominal: Nominal, shared_bytes: int, input: Input) -> Iterator[Build]:

@@ -11,6 +11,7 @@ struct Input {
   static constexpr int kRewritten = 2;  // Asynchronous copies bring rows that a previous launch has rounded.
   static constexpr int kInRegisters = 3;  // Asynchronous copies bring rows; consumers round float32.
   static constexpr int kLines = 4;        // Asynchronous copies bring lines as they lie in memory.
+  static constexpr int kTurned = 5;  // Asynchronous copies bring pieces of lines, which loaders transpose.
 };
 
 // Config::kOutput: how sums leave the registers of consumers.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "halo_copies.cuh"
-#include "halo_vectors.cuh"
+#include "halo_turns.cuh"
 
 namespace tconv3d {
 
@@ -29,11 +29,15 @@ struct HaloLoaders {
   static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Choices::kCopiesRows &&
                                         Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
 
-  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
-  static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
-  static constexpr int kSharedBytes =
-      Shared::kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
-  static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
+  // The table of positions, which lies behind everything else in shared memory.
+  struct Table {
+    static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+    static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
+    static constexpr int kSharedBytes =
+        Shared::kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+  };
+  using Last = typename Choose<Config::kInput == Input::kTurned, HaloTurns<Config>, Table>::type;
+  static_assert(Last::kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
 
   // The sequence of batches of a loader warp, across chunks, planes and tiles.
   template <class Batch>
@@ -177,7 +181,54 @@ struct HaloLoaders {
     }
   }
 
+  // Copies asynchronously and transposes what has arrived. A warp copies kAtOnce - 1 batches ahead, also of
+  // the next chunks and tiles.
+  static __device__ __forceinline__ void turn(const Args& args, const Shared& shared, int warp, int lane) {
+    using Turns = HaloTurns<Config>;
+    static_assert(!Config::kMarch && Layout::kDense, "channels are neighbours, and lines have no gaps");
+    Ring<Config::kStages> ring;
+    Course<Turns> course;
+    course.warp = warp;
+    course.lane = lane;
+    course.batches = (Turns::turns(args) + Shared::kLoaderWarps - 1) / Shared::kLoaderWarps;
+    course.work = Tile::Work::of_block(args);
+    bool more = course.start(args);
+    int ahead = 0, next = 0, present = 0;  // batches on their way, and the places of the next and the present
+    const auto copy_next = [&]() {
+      if (more) {
+        Turns::copy(args, course.x, course.chunk, course.batch * Shared::kLoaderWarps + warp,
+                    Turns::arriving(warp, next), lane);
+        next = next + 1 == Turns::kAtOnce ? 0 : next + 1;
+        ++ahead;
+        more = course.advance(args);
+      }
+      ptx::copy_commit();
+    };
+    for (int i = 0; i < Turns::kAtOnce - 1; ++i) copy_next();
+    for (int batch = 0; ahead > 0;) {
+      ptx::copy_wait<Turns::kAtOnce - 2>();
+      __syncwarp();  // other lanes' copies have arrived, and they have stored the previous batch
+      copy_next();
+      if (batch == 0) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+      Turns::store(shared.stage(ring.index), batch * Shared::kLoaderWarps + warp,
+                   Turns::arriving(warp, present), lane);
+      present = present + 1 == Turns::kAtOnce ? 0 : present + 1;
+      --ahead;
+      if (++batch == course.batches) {
+        batch = 0;
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
+        ring.advance();
+      }
+    }
+  }
+
   static __device__ __forceinline__ void load(const Args& args, const Shared& shared, int warp, int lane) {
+    if constexpr (Config::kInput == Input::kTurned) {
+      turn(args, shared, warp, lane);
+      return;
+    }
     if constexpr (Choices::kCopiesRows) {
       copy(args, shared, warp, lane);
       return;

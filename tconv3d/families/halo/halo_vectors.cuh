@@ -2,6 +2,7 @@
 // memory transposes.
 #pragma once
 
+#include "any_address.cuh"
 #include "halo_positions.cuh"
 
 namespace tconv3d {

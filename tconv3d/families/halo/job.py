@@ -46,6 +46,7 @@ class Job:
     merged: int = 1  # groups of the layer per group of `geometry`, with zero weights from one to another
     weight_aligned: bool = True  # whether the address of the weight is a multiple of 16 bytes
     holding: Holding = Holding.ANY  # which channels of a position a warp must hold
+    turned: bool = False  # whether loaders transpose pieces of lines that asynchronous copies bring
 
     @property
     def item_bytes(self) -> int:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from .build import Build, Input, ceil_div
+from .build import Build, Input, ceil_div, round_up
 from .job import Job
 from .measured import CHOICES
-from .shared_memory import free_bytes
+from .shared_memory import free_bytes, multiplied_pieces, pieces_of_batch
 from .tiling import Tiling
 
 VECTORS_OF_TURN = 4  # vectors that a loader stores together (kTogether in halo_vectors.cuh)
@@ -60,9 +60,10 @@ def vectors(build: Build, job: Job, tiling: Tiling) -> int:
     *outer, w = job.read
     if w != 1 or step != build.program.parts or tiling.items > 1 or build.item_bytes != 2 or build.input.copied:
         return 0
-    if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
+    turned = build.input is Input.TURNED
+    if not job.aligned or (not turned and any(v % items for v in (*outer, job.read_size[2]))):
         return 0
-    if tiling.length and not build.march:
+    if tiling.length and (turned or not build.march):
         return 0
     tiles = product(range(tiling.tiles[3]), build.origins_w)
     starts = [(place * tiling.tile[2] + origin) * step for place, origin in tiles]
@@ -70,7 +71,9 @@ def vectors(build: Build, job: Job, tiling: Tiling) -> int:
     if whole_lines(build, tiling) or tiling.length:
         spans = [(max(0, start), min(end, job.read_size[2])) for start, end in spans]
     most = max(0, *(ceil_div(start % items + end - start, items) for start, end in spans))
-    if most * items > MAX_BESIDE * tiling.halo[2] * step:
+    if turned:
+        most = round_up(most, VECTORS_OF_TURN)  # a turn lies in one line
+    elif most * items > MAX_BESIDE * tiling.halo[2] * step:
         return 0  # too many elements outside the halo would be loaded
     batches = vector_batches(build, all_vectors(build, tiling, most))
     noted = batches * build.loaders * vector_turn(build).noted_bytes
@@ -98,8 +101,10 @@ def all_vectors(build: Build, tiling: Tiling, vectors: int) -> int:
 
 
 def vector_turn(build: Build) -> VectorTurn:
-    pieces = build.part_bytes // 16 if build.chunks > 1 else 2 * build.steps  # multiplied pieces of 16 bytes
-    turns = 2 if pieces in (2, 6) else 1
+    pieces = multiplied_pieces(build)
+    if build.input is Input.TURNED:
+        return VectorTurn(VECTORS_OF_TURN, pieces // pieces_of_batch(build), 160)
+    turns = 4 // pieces_of_batch(build)
     return VectorTurn(turns * VECTORS_OF_TURN, pieces * turns // 4, turns * 160)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 
 from ...planning.geometry import Axis
 from . import loading
@@ -22,6 +22,10 @@ from .tiling import Tiling
 
 SHARED_BYTES = 128  # bytes per cycle of shared memory
 COPY_BYTES = 512  # bytes of an asynchronous copy by a warp
+# Cycles of a loader warp per batch of pieces of lines (halo_turns.cuh), and how often they pass shared memory: they
+# arrive, are loaded twice as wide as they are, and stored. The constants are derived, not measured: two batches are
+# on their way, so that a batch takes half of the time of `Costs.batch`, and more for its 200 instructions.
+TURNED_BATCH, TURNED_PASSES = 650.0, 4.0
 NARROW = 64  # most columns of a matrix instruction that is bound by the bandwidth of shared memory
 
 
@@ -48,8 +52,12 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
         sectors = loads * 16
     elif vectors := loading.all_vectors(build, tiling, loading.vectors(build, job, tiling)):
         batches = loading.vector_batches(build, vectors)
+        if build.input is Input.TURNED:
+            return build.stages_filled * (batches * TURNED_BATCH + costs.stage)
         loads = ceil_div(vectors * build.channel_slots, 32) * len(build.program.sources)
         sectors = loads * 16.0
+    elif build.input is Input.TURNED:
+        return inf  # lines are too short for vectors
     else:
         batches = ceil_div(groups * batches_per_chunk(build), warps)
         loads = groups * build.channel_slots * reads
@@ -235,9 +243,9 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
         panels = kind.panels * rounds * planes * portion
         streamed = 0 if resident else kind.panel_bytes * rounds * planes * portion
         multiply = multiplied * kind.cycles_per_slab
-        if build.input.copied:  # data that arrive in shared memory delay the reads of operands
-            operands = multiplied * kind.shared_cycles
-            multiply = max(multiply, operands + costs.filled * (loaded + streamed) / SHARED_BYTES)
+        if build.input.copied or build.input is Input.TURNED:  # data that arrive in shared memory delay operands
+            operands, passes = multiplied * kind.shared_cycles, 1.0 if build.input.copied else TURNED_PASSES
+            multiply = max(multiply, operands + costs.filled * (passes * loaded + streamed) / SHARED_BYTES)
         supply = 0.0 if resident else panels * costs.slot / (build.block.slots - 1)
         multiply = (multiply**norm + supply**norm) ** (1 / norm) if smooth else max(multiply, supply)
         multiply = waiting_less(multiply, build, costs)

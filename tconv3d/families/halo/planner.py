@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from math import inf
 
@@ -43,6 +43,9 @@ from .search import best_tiling, costs_of
 HAS_EPILOGUE = True
 HOLDS_CHANNELS = True
 LEAST_PAIRS = 64  # pairs of an input and an output channel of a group: fewer leave most of a product idle
+TURNED_KERNEL = "halo_turned"  # names the offers by builds whose loaders transpose pieces of lines (halo_turns.cuh)
+TURNED_WIDTH = 16  # least elements of a line for such builds
+TURNED_STRIDES = (2, 4)  # strides along w whose phases lie side by side in a row
 MAX_TAPS = 800  # most taps that a block of the packing kernel holds
 MAX_SOURCES = 64  # most phase planes of the output gradient
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
@@ -114,7 +117,7 @@ def _typical_job(nominal: Nominal, batch: int, size: Triple) -> Job | None:
     weight = strides((g.in_channels, g.out_per_group, *g.kernel))
     return Job(
         g, nominal.gather, batch, nominal.dtype, *sizes, read, written, weight, g.in_per_group * weight[0],
-        strict=nominal.strict, holding=nominal.holding,
+        strict=nominal.strict, holding=nominal.holding, turned=nominal.turned,
     )  # fmt: skip
 
 
@@ -205,8 +208,11 @@ def _is_unmeasured(build: Build) -> bool:
 # ---- the plan -----------------------------------------------------------------------------------------------------
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
-    """Returns why the halo kernel does not take a problem, or None if it does."""
+def why_not(problem: Problem, device: Device, turned: bool = False) -> str | None:
+    """Returns why the halo kernel does not take a problem, or None if it does.
+
+    `turned`: with builds whose loaders transpose pieces of lines.
+    """
     if device.capability != (9, 0):
         return "the halo kernel is for compute capability 9.0"
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
@@ -215,7 +221,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the halo kernel has no float64"
     if problem.batch == 0:
         return "there is nothing to compute"
-    job = job_of(problem)
+    job = replace(job_of(problem), turned=turned)
     g = job.geometry
     if job.gather and g.phases // (g.stride[2] if g.stride[2] <= MAX_PARTS else 1) > MAX_SOURCES:
         return f"{g.phases} phase planes are too many small products"
@@ -239,7 +245,23 @@ def leaves_moments(problem: Problem) -> bool:
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     found = offers.one_by_one(PASSES, "halo", wanted, device, why_not, work, plan)
+    turned = {which: problem for which, problem in wanted.items() if may_turn(problem)}
+    why, count, make = partial(why_not, turned=True), partial(work, turned=True), partial(plan, turned=True)
+    found += offers.one_by_one(PASSES, TURNED_KERNEL, turned, device, why, count, make)
     return [_with_surcharge(answer) for answer in found]
+
+
+def may_turn(problem: Problem) -> bool:
+    """Returns whether loaders may transpose pieces of lines of dy, of which positions gather several phases.
+
+    Lines that begin with whole vectors are left to loads through registers, which are as fast by the model.
+    """
+    if problem.which is not Pass.INPUT_GRAD or problem.item_bytes != 2 or not problem.aligned:
+        return False
+    (*outer, w), width = problem.output, problem.output_size[2]
+    axis = problem.geometry.axes[2]
+    near = axis.stride in TURNED_STRIDES and axis.dilation == 1
+    return w == 1 and near and width >= TURNED_WIDTH and any(v % 8 for v in (*outer, width))
 
 
 def _with_surcharge(answer: Answer) -> Answer:
@@ -253,18 +275,18 @@ def _with_surcharge(answer: Answer) -> Answer:
     return answer
 
 
-def work(problem: Problem, device: Device) -> Work:
+def work(problem: Problem, device: Device, turned: bool = False) -> Work:
     """Returns the number of launches and the predicted cycles for a problem."""
-    found = plan_or_none(job_of(problem), device)
+    found = plan_or_none(replace(job_of(problem), turned=turned), device)
     assert found is not None, "work() of a problem that why_not() refuses"
     return Work(len(found.launches), found.cycles)
 
 
-def plan(problem: Problem, device: Device) -> Plan:
-    job = job_of(problem)
+def plan(problem: Problem, device: Device, turned: bool = False) -> Plan:
+    job = replace(job_of(problem), turned=turned)
     found = plan_or_none(job, device)
     if found is None:
-        raise ValueError(why_not(problem, device))
+        raise ValueError(why_not(problem, device, turned))
     measured = tuned(Nominal.of(job), device.shared_bytes, device.multiprocessors)
     why = "Hopper's tensor cores" + (", three TF32 products" if job.strict else "")
     return plan_of(found, problem, f"{why}{', tuned: ' if measured else ''}{measured}")

@@ -32,7 +32,7 @@ def per_thread(build: Build) -> tuple[int, int]:
     total = start * build.threads // 128
     beside = STRICT_CONSUMER_REGISTERS if build.strict else CONSUMER_REGISTERS
     loading = STRICT_PRODUCER_REGISTERS if build.strict else PRODUCER_REGISTERS
-    if build.input is not Input.LOADED:
+    if build.input not in (Input.LOADED, Input.TURNED):
         loading = COPYING_REGISTERS
     elif in_flight(build) > 16:
         loading = MANY_REGISTERS

@@ -23,6 +23,7 @@ from .measured import COSTS, HALVES
 from .model import (
     COPY_BYTES,
     SHARED_BYTES,
+    TURNED_BATCH,
     March,
     adding_cycles,
     cycles,
@@ -134,9 +135,10 @@ class Least:
         each = costs.batch * (costs.few_loaders if build.block.producers == 1 else 1.0)
         if build.output is Output.IMAGES and build.march and build.block.producers == 1 and build.item_bytes == 2:
             each /= 2
-        self.batch = each
+        self.batch = TURNED_BATCH if build.input is Input.TURNED else each
         items, (*outer, w) = 16 // build.item_bytes, job.read
-        whole = job.aligned and not any(v % items for v in (*outer, job.read_size[2]))
+        multiples = not any(v % items for v in (*outer, job.read_size[2]))
+        whole = job.aligned and (multiples or build.input is Input.TURNED)
         step = build.program.read_step[2]
         self.vectors = build.item_bytes == 2 and w == 1 and step == build.program.parts and whole
         self.per_chunk = batches_per_chunk(build)
@@ -341,6 +343,8 @@ def least(build: Build, job: Job, multiprocessors: int) -> Least | None:
     job = job.as_merged(build.tile.merged)
     if build.input is Input.REWRITTEN and not job.has_rows:
         return None
+    if build.input is Input.TURNED and not (job.aligned and job.read[4] == 1):
+        return None
     job = job.arriving(build.input)
     if not can_store(build, job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
@@ -379,7 +383,7 @@ def _best_tiling(
             effort.count(PREDICTION)
             predictions -= 1
             cost = cycles(build, made, job, bounds.multiprocessors)
-            if cost <= most and (best is None or (cost, place) < best[:2]):
+            if cost <= most and cost < inf and (best is None or (cost, place) < best[:2]):
                 best, most = (cost, place, made), cost
                 room = bounds.room(most)
                 worth = bounds.worth(room, limited)

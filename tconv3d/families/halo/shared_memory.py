@@ -13,6 +13,8 @@ from .registers import batches_per_chunk
 BARRIER_BYTES = 1024
 SCRATCH_BYTES = 4 * 1024  # bytes per consumer through which stores pass
 LOADER_BYTES = 5120  # bytes because loaders' tables have whole batches of all loaders
+TURNED_BATCHES = 3  # batches of pieces of lines that a loader warp has in shared memory (kAtOnce in halo_turns.cuh)
+TURNED_PIECE_BYTES, TURNED_NOTES_BYTES = 640, 256  # bytes of a piece in a batch, and of what lanes note of a batch
 IMAGE_BUFFERS = 2  # buffers of images per consumer: one is filled while the other is emptied
 
 
@@ -61,6 +63,25 @@ def _beside_stages(build: Build) -> int:
     return BARRIER_BYTES + sums + _output_bytes(build) + panel_bytes(build)
 
 
+def arriving_bytes(build: Build) -> int:
+    """Returns the bytes for batches of pieces of lines that loaders transpose, up to a multiple of 128 bytes."""
+    if build.input is not Input.TURNED:
+        return 0
+    each = TURNED_BATCHES * (pieces_of_batch(build) * TURNED_PIECE_BYTES + TURNED_NOTES_BYTES)
+    return round_up(build.loaders * each, 128) + 128
+
+
+def pieces_of_batch(build: Build) -> int:
+    """Returns the pieces of channels in a batch of vectors (kPieces in halo_vectors.cuh)."""
+    pieces = multiplied_pieces(build)
+    return 2 if pieces in (2, 6) else 4
+
+
+def multiplied_pieces(build: Build) -> int:
+    """Returns the pieces of 16 bytes of a part that are multiplied."""
+    return build.part_bytes // 16 if build.chunks > 1 else 2 * build.steps
+
+
 @lru_cache(maxsize=256)
 def stage_rows(build: Build) -> int:
     """Returns the number of rows that fit a stage.
@@ -71,7 +92,7 @@ def stage_rows(build: Build) -> int:
     row_bytes, stages = build.tile.row_bytes, build.block.stages
     if build.input is Input.LINES:
         return max(0, left // stages // 1024 * 1024 // row_bytes)
-    left -= LOADER_BYTES
+    left -= arriving_bytes(build) or LOADER_BYTES
     per_stage = left // (stages * build.halves * row_bytes + 8 * batches_per_chunk(build)) * row_bytes
     whole = max(1024, 32 * row_bytes) if build.input.copied else 1024  # a loader warp copies 32 rows per turn
     return max(0, per_stage // whole * whole // row_bytes)
@@ -86,4 +107,4 @@ def line_items(build: Build) -> int:
 def free_bytes(build: Build) -> int:
     """Returns the bytes for loaders' tables: what stages, panels and outputs leave."""
     stages = build.block.stages * build.halves * stage_rows(build) * build.tile.row_bytes
-    return build.block.shared_bytes - _beside_stages(build) - stages
+    return build.block.shared_bytes - _beside_stages(build) - stages - arriving_bytes(build)

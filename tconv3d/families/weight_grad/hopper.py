@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from ...planning import offers, tensor_cores
+from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
 from .arguments import HOPPER_WEIGHT_GRAD, REDUCE_TAPS
@@ -42,6 +42,8 @@ from .hopper_tiling import Buffers, Layer, Tiling
 from .segments import SEGMENT, vector_of, wide
 
 PRODUCTS_PER_CYCLE = 1024  # TF32 multiply-adds per cycle and multiprocessor
+KERNEL = "hopper_weight_grad"
+SHIFTED = "weight_grad, 16 bit, shifted lines"  # kind of the rates if lines of dy begin anywhere in vectors of memory
 COPYING_IS_WORTH = 1.4  # longest predicted time of word-by-word copies, relative to the products
 
 
@@ -84,6 +86,10 @@ def layer_of(p: Problem) -> Layer:
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
     y = y if p.output[4] == 1 else 0
     layer = Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, *_pieces(p))
+    if p.item_bytes == 2 and y == 0 and p.aligned and p.output[4] == 1:
+        shifted = replace(layer, vector_y=SEGMENT, shifted_y=True)
+        if all(piece.lines for pieces in pieces_of(shifted) for piece in pieces):
+            return shifted
     (_, height, width), half = p.input_size, SEGMENT * layer.per_word // 2
     if width != half or height % 2 or p.input[3:] != (half, 1) or wide(p, MAX_SEGMENTS):
         return layer
@@ -185,8 +191,20 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    ask = "hopper_weight_grad", wanted, device, why_not, work, plan
-    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    ask = KERNEL, wanted, device, why_not, work, plan
+    found = [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+    return [_with_kind(answer) if isinstance(answer, Offer) else answer for answer in found]
+
+
+def _with_kind(offer: Offer) -> Offer:
+    if kind := kind_of(offer.problem):
+        return replace(offer, kind=kind, surcharge=calibration.surcharge(KERNEL, offer.device, kind))
+    return offer
+
+
+def kind_of(problem: Problem) -> str:
+    """Returns the kind of the rates for a problem if it is not `calibration.kind_of`, else an empty text."""
+    return SHIFTED if layer_of(problem).shifted_y else ""
 
 
 def work(problem: Problem, device: Device) -> Work:
@@ -392,6 +410,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kElementsY", layer.elements_y and not piece.lines),
         ("kLines", piece.lines),
         ("kVectorY", piece.vector),
+        ("kShifted", piece.shifted),
         ("kLinesAtOnce", piece.at_once),
         ("kPieceX", layer.piece_x),
         ("kPieceY", gcd(layer.piece_y, tiling.out_tile) if layer.piece_y else 0),

@@ -55,6 +55,10 @@ def costs_of(layer: Layer, piece: Words) -> Costs:
 # are derived from the compiled loops, which have 19, 90, 13, 8 and 35 instructions for these, at 4 cycles per
 # instruction, to which the fitted costs of the other copies amount too.
 ROW_COPY_X, ROW_LINE_Y, ROW_COPY_Y, ROW_TURNING = 76.0, 360.0, (52.0, 33.0), 140.0
+# Cycles for 16-bit lines of dy that begin at any element of a vector of memory: of a producer warp per line of a
+# block of slots, beyond `Costs.y_line`, and per item. They are derived from the compiled loops: a copy takes 16
+# instructions instead of 6, and an item 50 more than the 165 that it takes otherwise. No GPU has run them.
+SHIFTED_LINE, SHIFTED_ITEM = 40.0, 40.0
 ROUNDING = 1.0 - 1e-9  # factor that keeps bounds below predictions in spite of rounding errors
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
@@ -134,7 +138,12 @@ def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> flo
         each = ROW_COPY_Y[made.tiling.out_tile % 4 > 0]
         return x + jobs * (ROW_LINE_Y + each * -(-made.line_words // (rows // phases)) * copies)
     elements = 4 / 3 if layer.elements_y and not piece.lines else 1.0
-    return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
+    return x + elements * blocks_y * (costs.y_block + line_cycles(costs, piece) * made.tiling.lines)
+
+
+def line_cycles(costs: Costs, piece: Words) -> float:
+    """Returns the cycles of a producer warp per line of a block of slots."""
+    return costs.y_line + (SHIFTED_LINE if piece.shifted else 0.0)
 
 
 def row_copies(pieces: int) -> tuple[int, int]:
@@ -150,7 +159,8 @@ def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts:
     loaded, since both read shared memory."""
     products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
     loads = costs.fragments * 16 * piece.vectors * conflicts
-    return products + loads + costs.item + (costs.alone if depth == 1 else 0.0)
+    shifts = SHIFTED_ITEM if piece.shifted else 0.0
+    return products + loads + shifts + costs.item + (costs.alone if depth == 1 else 0.0)
 
 
 def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) -> float:
@@ -195,7 +205,7 @@ class _PieceRates(NamedTuple):
             items + costs.writes * (3 if turned else 1) * columns,
             costs.writes * words / 32,
             copied * (costs.x_row + jobs * (costs.x_vectors if layer.vectors_x else costs.x_words)),
-            copied * elements * (costs.y_block + costs.y_line * tiling.lines),
+            copied * elements * (costs.y_block + line_cycles(costs, piece) * tiling.lines),
             32 if piece.lines else 16,
             turning * jobs / turners if turned else 0.0,
             4 * 32 * columns / costs.l2_bytes,

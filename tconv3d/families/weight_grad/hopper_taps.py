@@ -70,6 +70,7 @@ class Planes:
     lines = False
     vector = 1  # words per copy
     at_once = 1  # lines of positions per segment
+    shifted = False  # whether a line may begin at any element of a vector
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -152,6 +153,7 @@ class Lines:
     per_word: int
     vector: int  # words per copy
     at_once: int = 1  # lines of positions per segment
+    shifted: bool = False  # whether a line may begin at any 16-bit element of a vector of memory
     lines = True
     last = False
 
@@ -193,9 +195,12 @@ class Lines:
         return (step, start) if self.at_once == 2 else (0, start + step * 2 * self.per_word * self.axis.stride)
 
     def line_words(self, segments: int) -> int:
-        """Returns how many words of a line the taps read, rounded up to whole vectors."""
+        """Returns how many words of a line the taps read, rounded up to whole vectors.
+
+        Shifted lines have a vector more.
+        """
         last = max(self.starts) + self.axis.stride * (segments * self._positions - 1)
-        return -(-(last // self.per_word + 1) // self.vector) * self.vector
+        return (-(-(last // self.per_word + 1) // self.vector) + self.shifted) * self.vector
 
     @property
     def vectors(self) -> int:

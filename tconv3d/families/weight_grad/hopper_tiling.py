@@ -56,6 +56,7 @@ class Layer:
     piece_x: int  # words of a copy of rows of channels of x; 0 if x does not have TF32 channels side by side
     piece_y: int  # words of a copy of rows of channels of dy, at most; 0 as for x
     at_once: int = 1  # lines of x that are treated as one
+    shifted_y: bool = False  # whether lines of dy may begin at any 16-bit element of a vector of memory
 
     @property
     def slow(self) -> bool:
@@ -74,14 +75,18 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def lines(self, taps: tuple[int, ...]) -> Lines:
-        axis, sizes = self.geometry.axes[2], (size for size in (4, 2, 1) if size <= self.vector_y)
-        ways = (Lines(axis, taps, self.per_word, size, self.at_once) for size in sizes)
+        fewest = self.vector_y if self.shifted_y else 1
+        axis, sizes = self.geometry.axes[2], (size for size in (4, 2, 1) if fewest <= size <= self.vector_y)
+        ways = (Lines(axis, taps, self.per_word, size, self.at_once, self.shifted_y) for size in sizes)
         return min(ways, key=lambda lines: lines.vectors if lines.at_once == 1 else -lines.vector)
 
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
-        # Lines of dy are copied as they lie in memory if the taps read all phases.
-        if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
+        # Lines of dy are copied as they lie in memory if the taps read all phases, or half of the phases, near each
+        # other, if the lines would otherwise be copied element by element.
+        half = self.shifted_y and axis.dilation <= axis.stride
+        least = -(-axis.stride // 2) if half else axis.stride
+        if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) >= least:
             return self.lines(taps)
         return Planes(Rows.of(axis, taps, self.plane_start), self.per_word, axis.stride, self.piece_y > 0)
 
@@ -95,7 +100,7 @@ class Layer:
         if piece.at_once != self.at_once or piece.last != (self.piece_y > 0):
             return False
         if piece.lines:
-            return piece.vector <= self.vector_y
+            return piece.vector <= self.vector_y and piece.shifted == self.shifted_y
         return self.geometry.stride[2] > 1 or not any(start % self.plane_start for start in piece.offsets)
 
 

@@ -28,12 +28,13 @@
 // stored in one plane per phase, so that adjacent positions are adjacent for every tap. For other strides
 // (kLines) the lines of dy are copied unchanged, in vectors, and consumers separate the phases: a lane loads,
 // for each of its two channels, the vectors that the taps of its positions read, and assembles operands from
-// them. TF32 tensors whose channels are contiguous are copied as rows of channels (kPieceX, kPieceY), of
-// which kRowsY has the same planes: a lane loads a word of its two channels, neighbours, at a time, and x is
-// transposed in place when it has arrived. Lines of x with half a segment are taken two at a time
-// (kLinesAtOnce): they are contiguous in memory, so x is read as if its lines were twice as long, and only in
-// dy does each half of a segment have its own line. Planes of dy have few vectors then, so a warp copies
-// those of several planes at a time.
+// them. 16-bit lines of odd length begin at any element of a vector (kShifted): the vectors that contain them
+// are copied, and consumers load words from where the line begins in its first vector. TF32 tensors whose
+// channels are contiguous are copied as rows of channels (kPieceX, kPieceY), of which kRowsY has the same
+// planes: a lane loads a word of its two channels, neighbours, at a time, and x is transposed in place when
+// it has arrived. Lines of x with half a segment are taken two at a time (kLinesAtOnce): they are contiguous
+// in memory, so x is read as if its lines were twice as long, and only in dy does each half of a segment have
+// its own line. Planes of dy have few vectors then, so a warp copies those of several planes at a time.
 //
 // Partial sums are stored side by side and added by reduce_taps.cuh in a fixed order; one may be the result.
 //
@@ -59,9 +60,10 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
   using Fragments = typename Operands::Fragments;
   using Loaded = typename Operands::Loaded;
   using Results::args, Results::empty, Results::full, Results::kind, Results::lane, Results::lay_down;
+  using Results::channel_of, Results::kRowsY, Results::kStepH, Results::part, Results::ring;
   using Results::kBlocksIn, Results::kChunkBytes, Results::kNoPlace, Results::kOperand, Results::kPairs;
   using Results::kRowBytes, Results::kRows, Results::kSides, Results::kStepBytes, Results::kSums;
-  using Results::kRowsY, Results::part, Results::ring, Results::row_place, Results::row_segments;
+  using Results::row_place, Results::row_segments;
   using Results::run_at, Results::segments;
   using Results::sheet_words, Results::stage_bytes, Results::stage_empty, Results::stage_full;
   using Results::stages, Results::store, Results::store_bias, Results::store_result, Results::warp;
@@ -71,6 +73,14 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
   struct Place {
     unsigned word;  // offset in the ring
     bool used;
+    unsigned shift;  // with kShifted, modulo 8 the elements by which the line of the first channel is shifted
+    int first;       // with kShifted, where the words begin in their line, in elements
+  };
+  // Where the sheets and lines of a step begin.
+  struct Step {
+    int sheet;       // the first sheet in the ring
+    unsigned shift;  // with kShifted, what the step adds to the shift of a line
+    int first;       // with kShifted, where its lines begin in those of dy, in elements
   };
 
   __device__ __forceinline__ void locate(Consumer& me, int consumer) const {
@@ -85,17 +95,45 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
       me.place[r] = pair * args.pair_pitch +
                     kSides * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
       me.sheet[r] = C::kShiftD(kind.d, d);
+      me.shift[r] =
+          shift_of(kind.group * C::kOutPerGroup + kind.first_out + channel_of(pair, 0),
+                   me.sheet[r] * C::kStrideD + C::kPlaneOffsetD(kind.d, C::kPlaneD(kind.d, d)),
+                   C::kShiftH(kind.h, h) * C::kStrideH + C::kPlaneOffsetH(kind.h, C::kPlaneH(kind.h, h)));
     }
   }
 
-  // Finds a lane's words of a chunk for row tile r. `first_sheet` is the first sheet of the step.
-  __device__ __forceinline__ Place find(const Consumer& me, int r, int chunk, int first_sheet) const {
+  // Returns, modulo 8, the elements from the start of a vector of memory to the start of a line. Coordinates
+  // of a line may be divided into terms, whose shifts are added.
+  __device__ __forceinline__ unsigned shift_of(int channel, int d, int h) const {
+    return static_cast<unsigned>(channel) * static_cast<unsigned>(args.dy_strides.c) +
+           static_cast<unsigned>(d) * static_cast<unsigned>(args.dy_strides.d) +
+           static_cast<unsigned>(h) * static_cast<unsigned>(args.dy_strides.h);
+  }
+
+  // Finds a lane's words of a chunk for row tile r.
+  __device__ __forceinline__ Place find(const Consumer& me, int r, int chunk, const Step& step) const {
     const Segment& segment = segments[4 * chunk + lane % 4];
     const int sheets = args.groups * args.box.d;
-    int sheet = first_sheet + segment.d + me.sheet[r];
+    int sheet = step.sheet + segment.d + me.sheet[r];
     if (sheet >= sheets) sheet -= sheets;
-    return Place{static_cast<unsigned>(sheet * sheet_words + me.place[r] + max(segment.place, 0)),
-                 segment.place != kNoPlace};
+    Place found{static_cast<unsigned>(sheet * sheet_words + me.place[r] + max(segment.place, 0)),
+                segment.place != kNoPlace, 0, 0};
+    if constexpr (C::kShifted) {
+      found.shift = step.shift + me.shift[r] + shift_of(0, segment.d * C::kStrideD, segment.h * kStepH);
+      found.first = step.first + segment.w * C::kStrideW;
+    }
+    return found;
+  }
+
+  // Returns a word of a line that begins `shift` elements behind its place; elements before the line are
+  // zero.
+  template <int kWord>
+  static __device__ __forceinline__ unsigned shifted_word(const unsigned* line, unsigned shift, int first) {
+    const unsigned* const from = line + kWord + shift / 2;
+    const unsigned word = ptx::shifted(from[0], from[1], shift % 2 * 16);
+    // Lines begin in a whole vector of dy's line, so that no word lies on both sides of its start.
+    if constexpr (C::kPlaneOffsetW(0) + 2 * kWord >= 0) return word;
+    return first + 2 * kWord < 0 ? 0u : word;
   }
 
   __device__ __forceinline__ void load(Loaded& to, const Place& from, bool with_bias) const {
@@ -103,7 +141,17 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
     to.used = from.used && with_bias;
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
-      if constexpr (C::kLines) {
+      if constexpr (C::kShifted) {
+        static_for<2>([&](auto half) {
+          constexpr int kHalf = decltype(half)::value;
+          const unsigned* const line = words + kHalf * kPairs * args.pair_pitch;
+          const unsigned shift = (from.shift + shift_of(kHalf * kPairs, 0, 0)) % 8;
+          static_for<4>([&](auto e) {
+            constexpr int kE = decltype(e)::value, kWord = C::kLoadWord(kI) + kE;
+            to.words[kHalf][kI].at[kE] = shifted_word<kWord>(line, shift, from.first);
+          });
+        });
+      } else if constexpr (C::kLines) {
         const unsigned* const line = words + C::kLoadPlane(kI) * args.line_pitch + C::kLoadWord(kI);
         to.words[0][kI] = load_vector<4>(line);
         to.words[1][kI] = load_vector<4>(line + kPairs * args.pair_pitch);
@@ -149,16 +197,16 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
 
   // Finds the words of an item, which is one chunk and one row tile; row tiles vary fastest. Items past the
   // last one use the last chunk.
-  __device__ __forceinline__ Place find_item(const Consumer& me, int row, int item, int first_sheet) const {
+  __device__ __forceinline__ Place find_item(const Consumer& me, int row, int item, const Step& step) const {
     const int chunk = min(2 * row + item / C::kRowTiles, 2 * row_segments() - 1);
-    return find(me, item % C::kRowTiles, chunk, first_sheet);
+    return find(me, item % C::kRowTiles, chunk, step);
   }
 
   // Multiplies one row of K, two chunks, for all row tiles. While products run, the words of the next item
   // are loaded (`ahead`), and the place of the item after it (`next`) is computed; with two sets of operands
   // (kDepth is 2), loaded words also become operands meanwhile. The caller has prepared the first item.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&operands)[C::kDepth], int row,
-                                               unsigned long long b, int first_sheet, Loaded& ahead,
+                                               unsigned long long b, const Step& step, Loaded& ahead,
                                                Place& next, bool with_bias, Held& before) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
@@ -169,11 +217,11 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
         if (more) load(ahead, next, with_bias);
       } else {
         // The place is computed before the products, to load its words as soon as operands are free.
-        next = find_item(me, row, kNext, first_sheet);
+        next = find_item(me, row, kNext, step);
         ptx::pin(next.word);
       }
       multiply<kTile>(me, operands[kItem % C::kDepth], ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
-      if constexpr (C::kDepth == 1) next = find_item(me, row, kNext + 1, first_sheet);
+      if constexpr (C::kDepth == 1) next = find_item(me, row, kNext + 1, step);
       ptx::matrix_wait<C::kDepth - 1>();
       if constexpr (C::kDepth == 2) {
         if (kItem == 0 && row == 0) give_back(before);
@@ -185,18 +233,17 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
 
   // `before` is what the previous step still holds.
   __device__ __forceinline__ void multiply_step(Consumer& me, Fragments (&operands)[C::kDepth], int stage,
-                                                int group, bool with_bias, Held& before) const {
+                                                const Step& step, bool with_bias, Held& before) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
-    const int first_sheet = group * args.box.d;
     Loaded ahead;
-    load(ahead, find_item(me, 0, 0, first_sheet), with_bias);
-    Place next = find_item(me, 0, 1, first_sheet);
+    load(ahead, find_item(me, 0, 0, step), with_bias);
+    Place next = find_item(me, 0, 1, step);
     if constexpr (C::kDepth == 2) Operands::join(operands[0], ahead, me.bias[0]);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, operands, row,
-                   ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
-                   first_sheet, ahead, next, with_bias, before);
+                   ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes), step,
+                   ahead, next, with_bias, before);
     }
   }
 
@@ -225,7 +272,11 @@ struct HopperWeightConsumers : HopperWeightResults<C> {
         // Producers deliver in order: when this group has arrived, all earlier ones have.
         ptx::barrier_wait(full(arriving.index), arriving.parity);
         ptx::barrier_wait(stage_full(stage.index), stage.parity);
-        multiply_step(me, operands, stage.index, group.index, until_bias == 0, held);
+        const Step at{group.index * args.box.d,
+                      run.n * static_cast<unsigned>(args.dy_strides.n) +
+                          shift_of(0, (run.first + step) * args.box.d * C::kStrideD, run.h * kStepH),
+                      run.w * C::kStrideW + C::kPlaneOffsetW(0)};
+        multiply_step(me, operands, stage.index, at, until_bias == 0, held);
         until_bias = (until_bias == 0 ? kBlocksIn : until_bias) - 1;
         held = Held{group.index, stage.index};
         if constexpr (C::kDepth == 1) give_back(held);  // no products are in flight

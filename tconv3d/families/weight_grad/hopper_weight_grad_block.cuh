@@ -60,6 +60,7 @@ struct HopperWeightBlock {
   static_assert(!C::kVectorsX || !(C::kElementsX || kRowsX));
   static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !kRowsY : C::kVectorY == 1);
   static_assert(!(kRowsX || kRowsY) || kPerWord == 1, "a word has one channel");
+  static_assert(!C::kShifted || (C::kLines && C::kVectorY == 4 && kPerWord == 2 && C::kLinesAtOnce == 1));
   static_assert(C::kLinesAtOnce == 1 || (C::kLinesAtOnce == 2 && C::kLines && !C::kWide));
 
   // The group, channels and taps of a block; blocks of all kinds loop over the same positions.

@@ -2,6 +2,7 @@
 // memory, and the transpose and rounding of x.
 #pragma once
 
+#include "any_address.cuh"
 #include "hopper_weight_grad_block.cuh"
 
 namespace tconv3d {
@@ -28,6 +29,7 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
   struct Source {
     Index offset;
     bool first, second;
+    int left = 0;  // with kShifted, elements from here to the end of the line
   };
   // Loads two 16-bit elements that are `step` apart as one word.
   static __device__ __forceinline__ unsigned load_elements(const Scalar* from, const Source& source,
@@ -261,13 +263,15 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
   __device__ __forceinline__ Source find_dy(const Run& run, Index base, const Slot& slot) const {
     const int h = run.h * kStepH + slot.h, w = run.w * C::kStrideW + slot.w;
     const bool line = inside(h, args.dy_size.h);
-    return Source{base + slot.offset, line && inside(w, args.dy_size.w),
-                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
+    // With kShifted, vectors begin up to a vector before w, which is a multiple of a vector.
+    const int end = args.dy_size.w + (C::kShifted ? kVectorItems - 1 : 0);
+    return Source{base + slot.offset, line && inside(w, end),
+                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w), args.dy_size.w - w};
   }
   __device__ __forceinline__ Source at_depth(const Source& source, int d) const {
     const bool sheet = inside(d, args.dy_size.d);
     return Source{source.offset + d * static_cast<Index>(args.dy_strides.d), source.first && sheet,
-                  source.second && sheet};
+                  source.second && sheet, source.left};
   }
   __device__ __forceinline__ const Scalar* dy_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
@@ -324,6 +328,15 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
   __device__ __forceinline__ unsigned load_dy(const Scalar* from, const Source& source) const {
     return load_elements(from, source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
   }
+  // Copies the vector of memory that an element lies in, which is `left` bytes before the end of its line.
+  // What lies behind the line becomes zero, and is not read; consumers do not take what lies before it. dy
+  // begins with a whole vector. kNone copies zeros.
+  static constexpr int kVectorItems = 8, kNone = -16;
+  __device__ __forceinline__ void copy_around(unsigned* to, const Scalar* from, int left) const {
+    const int before = static_cast<int>(offset_in_vector(from)), length = min(max(left + before, 0), 16);
+    const auto vector = reinterpret_cast<unsigned long long>(from) & ~15ull;
+    ptx::copy_beginning(to, reinterpret_cast<const void*>(vector), static_cast<unsigned>(length));
+  }
   // A lane copies a vector of several channels, or a word of several pairs (a half warp for each side).
   __device__ __forceinline__ void copy_line(unsigned* to, const Source& source, int first_line,
                                             int jobs) const {
@@ -343,6 +356,9 @@ struct HopperWeightProducers : HopperWeightBlock<C> {
         const bool inside = kWhole || k < left;
         if constexpr (C::kElementsY) {
           words[k] = load_dy(dy + offset, Source{0, inside && source.first, inside && source.second});
+        } else if constexpr (C::kShifted) {
+          copy_around(to + k * args.pair_pitch, dy + offset,
+                      inside && source.first ? 2 * source.left : kNone);
         } else {
           ptx::copy_words<C::kVectorY>(to + k * args.pair_pitch, dy + offset, inside && source.first);
         }

@@ -18,6 +18,8 @@ struct HopperWeightResults : HopperWeightBlock<C> {
     float sums[C::kRowTiles][C::kTaps][kSums];
     int place[C::kRowTiles];  // offset of this lane's pair and row of taps in a sheet
     int sheet[C::kRowTiles];  // sheet that the row of taps reads, relative to the position's
+    unsigned
+        shift[C::kRowTiles];  // with kShifted, what the pair and the row of taps add to the shift of a line
     float bias[C::kRowTiles][2];
   };
 

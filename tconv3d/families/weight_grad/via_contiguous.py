@@ -101,8 +101,11 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 def _bounded(offer: Offer) -> Offer:
     """Returns an offer with its kind of rates and a lower bound of its work, which needs no search for a tiling."""
     p, device = offer.problem, offer.device
-    of_slice = hopper.least_cycles(_of_slice(p, slices_of(p)), device)
+    one = _of_slice(p, slices_of(p))
+    of_slice = hopper.least_cycles(one, device)
     factor = calibration.surcharge("turned", device, KIND)
+    if kind := hopper.kind_of(one):
+        factor = max(factor, calibration.surcharge(hopper.KERNEL, device, kind))
     return replace(offer, kind=KIND, surcharge=factor, least=_work(p, of_slice, device))
 
 
@@ -119,7 +122,8 @@ def _work(p: Problem, of_slice: float, device: Device) -> Work:
     """
     slices = slices_of(p)
     inner = Work(2, of_slice)
-    microseconds = slices * calibration.microseconds("hopper_weight_grad", _of_slice(p, slices), inner, device)
+    one = _of_slice(p, slices)
+    microseconds = slices * calibration.microseconds(hopper.KERNEL, one, inner, device, hopper.kind_of(one))
     rate = calibration.rates_of("turned", KIND, device)["kilocycles"]
     moved = sum(each.moved_bytes for each in turnings(p))
     return Work(slices, 1e3 * microseconds / rate + moved / (TURNED_BYTES * device.multiprocessors))

@@ -21,6 +21,7 @@ from tconv3d.families.weight_grad import warps as weight_grad_planner
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Axis, Geometry
 from tconv3d.planning.launch import Constants
+from tconv3d.planning.offers import Offer
 from tconv3d.planning.problem import Device, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
 from tconv3d.planning.repertoire import TYPICAL
 from tconv3d.runtime import compiler
@@ -194,6 +195,10 @@ ODD_AND_EVEN = {
     "odd lines": Layer(16, 8, (3, 2, 7), T3),
     "even lines of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), T2, (0, 0, 1)),
     "odd lines of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), T2, (0, 0, 1), (0, 0, 1)),
+    "odd lines of three phases": Layer(16, 12, (2, 3, 8), (2, 3, 4), (2, 1, 3), (0, 1, 2)),
+    "odd lines, one of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 3), T2, (0, 0, 1), dilation=(1, 1, 2)),
+    "odd lines in several boxes": Layer(8, 20, (2, 3, 73), (1, 3, 5), T2, (0, 1, 3), batch=3),
+    "odd lines that begin far outside": Layer(8, 8, (1, 2, 16), (1, 1, 7), T2, (0, 0, 9), dilation=(1, 1, 3)),
     "one of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 2), T2, (0, 0, 1), dilation=(1, 1, 2)),
     "three phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), (1, 2, 3), (0, 0, 2)),
     "vectors of two": Layer(16, 8, (3, 2, 10), T3),
@@ -206,6 +211,25 @@ ODD_AND_EVEN = {
 @pytest.mark.parametrize("name", ODD_AND_EVEN)
 def test_every_way_of_copying(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
     check(ODD_AND_EVEN[name], *tensors(ODD_AND_EVEN[name], dtype, tensor_cores))
+
+
+@warpgroup_only
+@pytest.mark.parametrize(
+    "name", ["odd lines of two phases", "odd lines of three phases", "odd lines, one of two phases"]
+)
+def test_lines_that_begin_anywhere_in_vectors(name: str, tensor_cores: str) -> None:
+    """Vectors that contain a line of dy reach beyond it, but never beyond the tensor, and only of aligned tensors."""
+    layer = ODD_AND_EVEN[name]
+    assert hopper_layer(layer, torch.bfloat16).shifted_y and not hopper_layer(layer, torch.float32).shifted_y
+    assert not hopper_weight_grad_planner.layer_of(replace(problem(layer, "bfloat16"), aligned=False)).shifted_y
+    x, dy = tensors(layer, torch.bfloat16, tensor_cores)
+    for apart in (0, 1, 5):  # odd and even distances from channel to channel, with NaN between channels
+        n, c, d, h, w = dy.shape
+        memory = torch.full((n, c, d * h * w + apart), float("nan"), dtype=dy.dtype, device=dy.device)
+        view = memory.as_strided(dy.shape, (c * (d * h * w + apart), d * h * w + apart, h * w, w, 1))
+        check(layer, x, view.copy_(dy))
+    (found,) = hopper_weight_grad_planner.offer({Pass.WEIGHT_GRAD: problem(layer, "bfloat16")}, H200)
+    assert isinstance(found, Offer) and found.surcharge > 1
 
 
 @warpgroup_only
@@ -342,7 +366,7 @@ def test_what_the_warpgroup_kernel_refuses_and_why() -> None:
         (problem(Layer(1, 1, (4, 4, 4), T3)), H200, "products"),
         (problem(Layer(64, 32, (4, 4, 9000), (1, 1, 2), dilation=(1, 1, 8000))), H200, "reach"),
         (problem(Layer(64, 32, (4, 4, 2**21), T3)), H200, "long"),
-        (problem(Layer(32, 32, (32, 64, 128), T3, T2, T1), "float16"), H200, "copying"),
+        (replace(problem(Layer(32, 32, (32, 64, 128), T3, T2, T1), "float16"), aligned=False), H200, "copying"),
     ):
         assert reason in (hopper_weight_grad_planner.why_not(refused, device) or "")
 
