@@ -103,7 +103,7 @@ class Between:
         """
         if not runner.runs_programs:
             return self._with_pytorch(at, launches, x, env, left)
-        compute_ready(self._apart, env)
+        compute_ready([node for node in self._apart if node not in left.moments], env)
         if at not in self._programs:
             self._programs[at] = self._assembled(at, launches, x, env, left)
         programs = self._programs[at]

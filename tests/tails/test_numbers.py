@@ -145,6 +145,17 @@ def test_norms_run_no_operators_between_passes(programs: list[bool]) -> None:
     assert programs and all(programs)
 
 
+def test_pytorch_takes_no_statistics_that_the_convolution_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results with more numbers than programs read are no operands of operators between passes either."""
+    monkeypatch.setattr(between, "MOST_NUMBERS", 100)
+    model, x = fused(nn.BatchNorm3d(C)), operand(torch.float32)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        model(x)
+        with torch.autograd.profiler.profile() as profiled:
+            model(x)
+    assert not {"aten::var_mean", "aten::mean"} & {each.name for each in profiled.function_events}
+
+
 def test_running_statistics_are_overwritten(programs: list[bool]) -> None:
     norm = nn.BatchNorm3d(C)
     model = fused(norm)
