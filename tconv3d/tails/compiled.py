@@ -142,7 +142,7 @@ def _run_recorded(*operands: Any) -> list[Tensor]:
     if passes is not None:
         with contextlib.suppress(Refused):
             given = call.input, call.weight, call.bias, call.convolution
-            boundary, (z, *reduced) = passes.run(*given, call.tensors)
+            boundary, z, reduced = passes.run(*given, call.tensors)
             result = passes.finish(boundary, call.tensors)
             return [_own(result, call.kind, call, z), *call.news, z, _packed(reduced, z, slots)]
     z = call.plain()

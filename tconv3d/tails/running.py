@@ -92,7 +92,7 @@ class Prepared:
             weight, bias = made.folded
 
         compute(s.early, env)
-        tail, left = self._tail(env, made.vectors), Left()
+        tail, left = tail_of(s, env, made.vectors), Left()
 
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
             if s.statistics is None:
@@ -132,14 +132,6 @@ class Prepared:
         except Refused:
             self._behind = True
             return None
-
-    def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
-        """Returns the epilogue with its operands, laid out as the convolution's result."""
-        s, like = self.stages, self.stages.fed.meta["val"]
-        if vectors is None and s.vectors:
-            vectors = _side_by_side(s, env)
-        wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
-        return Tail(s.epilogue.cpp, vectors, len(s.vectors), wholes, s.reads)
 
     def _start(
         self,
@@ -186,6 +178,15 @@ class Prepared:
     def _drop(self, _: object) -> None:
         """Forgets what was computed from a tensor that no longer exists."""
         self._made = None
+
+
+def tail_of(stages: Stages, env: Env, vectors: Tensor | None = None) -> Tail:
+    """Returns an epilogue with its operands, laid out as the convolution's result."""
+    like = stages.fed.meta["val"]
+    if vectors is None and stages.vectors:
+        vectors = _side_by_side(stages, env)
+    wholes = tuple(_laid_out(env[node], like) for node in stages.operands.wholes)
+    return Tail(stages.epilogue.cpp, vectors, len(stages.vectors), wholes, stages.reads)
 
 
 def run_rounds(

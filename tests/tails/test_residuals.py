@@ -84,11 +84,11 @@ def test_a_broken_twin_is_caught(fault: str, tmp_path: Path) -> None:
 
 
 def test_a_residual_that_is_used_with_gradients_too() -> None:
-    """Calls that record gradients add a tensor for all channels of all items in PyTorch, and the report says so."""
+    """PyTorch computes gradients of a tensor for all channels of all items, and the report says so."""
     block = tconv3d.fuse(nn.ConvTranspose3d(16, 8, 3), tail)
     x, residual = torch.randn(2, 16, 3, 4, 5), torch.randn(5, 6, 7, requires_grad=True)
     with tconv3d.use_backend("emulator"):
-        assert "PyTorch" in block.report(x, residual).gradients[0]
+        assert any("in PyTorch" in text for text in block.report(x, residual).gradients)
         (ours,) = torch.autograd.grad(block(x, residual).sum(), residual)
     (theirs,) = torch.autograd.grad(tail(block.convolution(x), residual).sum(), residual)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
