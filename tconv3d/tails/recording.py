@@ -28,7 +28,7 @@ from .computing import Env, compute
 from .expressions import OPERATORS, VALUE
 from .gradients import backward, head_for
 from .pointwise import dependent, is_view, meta, name_of, packet_of
-from .running import captured_in, outputs, run_rounds, tail_of, with_strides_of
+from .running import Ends, captured_in, run_rounds, tail_of, with_strides_of
 from .stages import heads, stages
 from .tracing import SWITCHES_GRADIENTS, copied, is_random, writes
 
@@ -79,6 +79,9 @@ class Differentiable:
             )
             if gradient is not None:
                 self.part, self.plain, self.gradient = part, plain, gradient
+                self._ends, self._ends_forward, self._ends_backward = map(
+                    Ends, (self.graph, plain.graph, gradient.graph)
+                )
                 self._forward = Between(plain.graph, plain.rounds, [node for node, _ in gradient.saved])
                 self._backward = Between(gradient.graph, gradient.rounds)
                 return True
@@ -112,7 +115,7 @@ class Differentiable:
     @property
     def read(self) -> list[Tensor]:
         """The captured tensors that the gradients read."""
-        return list(captured_in(self.gradient.graph).values())
+        return list(self._ends_backward.captured.values())
 
     def run(
         self,
@@ -128,7 +131,7 @@ class Differentiable:
         The gradients need the last, and what was stored if `reads_stored`.
         """
         s = self.plain
-        env: Env = {**captured_in(s.graph), **_given(s.graph, passed)}
+        env = self._ends_forward.given(passed)
         left = Left()
         with below_autocast(input):
             compute(s.constants, env)
@@ -146,7 +149,7 @@ class Differentiable:
             run_rounds(s.rounds, self._forward, env, left, keep=True, runner=runner)
         saved = [env[node] for node, _ in self.gradient.saved]
         flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
-        return outputs(s.graph, env), u, flat
+        return self._ends_forward.results(env), u, flat
 
     def gradients(
         self,
@@ -161,7 +164,7 @@ class Differentiable:
         boundary, or None in the place of a z that no gradient reads.
         """
         g, (z, *reduced) = self.gradient, saved
-        env: Env = {**captured_in(g.graph), **dict(zip(g.passed, passed, strict=True))}
+        env: Env = {**self._ends_backward.captured, **dict(zip(g.passed, passed, strict=True))}
         left = iter(reduced)
         for _, node in g.saved:
             env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
@@ -176,39 +179,32 @@ class Differentiable:
         with below_autocast(grads[0]):
             compute(g.constants, env)
             run_rounds(g.rounds, self._backward, env, Left(), keep=True, runner=runner)
-        found: list[Tensor | None] = list(outputs(g.graph, env))
+        found: list[Tensor | None] = list(self._ends_backward.results(env))
         return found
 
     def unfused(self, z: Tensor, passed: Sequence[Tensor], captured: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """Computes the boundary from z in PyTorch, with others in the place of captured tensors (by their ids)."""
         graph = self.part.graph
-        env: Env = {node: captured.get(id(each), each) for node, each in captured_in(graph).items()}
-        env.update(_given(graph, passed))
+        ends = Ends(graph)
+        env = ends.given(passed)
+        env.update({node: captured.get(id(each), each) for node, each in ends.captured.items()})
         env[next(iter(graph.graph.nodes))] = z
         nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not writes(node)]
         with below_autocast(z):
             compute(nodes, env)
-        found: tuple[Tensor, ...] = outputs(graph, env)
+        found: tuple[Tensor, ...] = ends.results(env)
         return found
 
     def finish(self, boundary: Sequence[Tensor], passed: Sequence[Tensor]) -> Any:
         """Computes the tail's results from the boundary in PyTorch; autograd records it."""
-        env: Env = dict(zip(self.part.boundary, boundary, strict=True))
+        env = self._ends.given(passed)
+        env.update(zip(self.part.boundary, boundary, strict=True))
         if self.part.rest:
-            env.update({**captured_in(self.graph), **_given(self.graph, passed)})
             with below_autocast(boundary[0]):
                 for node in self.part.rest:
                     with torch.set_grad_enabled(not writes(node)):
                         compute((node,), env)
-        else:
-            env.update(_given(self.graph, passed))
-        return outputs(self.graph, env)
-
-
-def _given(graph: fx.GraphModule, passed: Sequence[Tensor]) -> Env:
-    """Returns the passed tensors by their placeholders."""
-    _, *placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return dict(zip([node for node in placeholders if isinstance(meta(node), Tensor)], passed, strict=True))
+        return self._ends.results(env)
 
 
 def _part(graph: fx.GraphModule, left: set[str]) -> Part | None:

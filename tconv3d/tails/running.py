@@ -52,11 +52,13 @@ class Prepared:
     _behind: bool = False  # no kernel computes the first round over channels
     _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
     _between: Between = field(init=False)
+    _ends: Ends = field(init=False)
     _gives_constants: bool = False  # a result comes from captured tensors alone: the caller may write to it
 
     def __post_init__(self) -> None:
         results = _output(self.stages.graph).all_input_nodes
         self._between = Between(self.stages.graph, self.stages.rounds)
+        self._ends = Ends(self.stages.graph)
         self._gives_constants = not aliases(*self.stages.constants).isdisjoint(results)
 
     def run(
@@ -107,13 +109,13 @@ class Prepared:
         inside = self._over_channels(input, weight, bias, convolution, tail, runner)
         if inside is not None:
             run_rounds(s.rounds, self._between, env, left, runner=runner, first=inside)
-            return outputs(s.graph, env)
+            return self._ends.results(env)
         if s.moved is None:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
             env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
         run_rounds(s.rounds, self._between, env, left, runner=runner)
-        return outputs(s.graph, env)
+        return self._ends.results(env)
 
     def _over_channels(
         self,
@@ -142,10 +144,8 @@ class Prepared:
         parameters: tuple[Tensor, Tensor | None],
     ) -> tuple[Env, _Made]:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
-        s, nodes = self.stages, self.stages.graph.graph.nodes
-        placeholders = [node for node in nodes if node.op == "placeholder"][1:]
-        captured = captured_in(s.graph)
-        captured.update({placeholders[place]: extra[place] for place in self.steady})
+        s, placeholders = self.stages, self._ends.placeholders
+        captured = {**self._ends.captured, **{placeholders[place]: extra[place] for place in self.steady}}
         lasting = [value for node, value in captured.items() if node not in s.buffers]
         tensors, stream = [*parameters, *lasting], stream_of(weight)
         made = self._made
@@ -278,8 +278,28 @@ def captured_in(graph: fx.GraphModule) -> Env:
     return {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
 
 
-def outputs(graph: fx.GraphModule, env: Env) -> Any:
-    return fx.node.map_arg(_output(graph).args[0], lambda node: env[node])
+class Ends:
+    """Holds where tensors enter and leave a graph that no longer changes, found once for all calls."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.captured = captured_in(graph)
+        _, *self.placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._tensors = [node for node in self.placeholders if isinstance(node.meta.get("val"), Tensor)]
+        self._results: Any = _output(graph).args[0]
+        listed = isinstance(self._results, (tuple, list))
+        self._are_nodes = listed and all(isinstance(each, fx.Node) for each in self._results)
+
+    def given(self, passed: Sequence[Tensor]) -> Env:
+        """Returns the captured tensors, and the passed ones by their placeholders."""
+        return {**self.captured, **dict(zip(self._tensors, passed, strict=True))}
+
+    def results(self, env: Env) -> Any:
+        """Returns what the graph returns."""
+        if isinstance(self._results, fx.Node):
+            return env[self._results]
+        if self._are_nodes:
+            return tuple([env[node] for node in self._results])
+        return fx.node.map_arg(self._results, lambda node: env[node])
 
 
 def _output(graph: fx.GraphModule) -> fx.Node:
