@@ -40,8 +40,8 @@ def _call_of(node: fx.Node) -> Callable[[Env], Any]:
     """Returns what computes a node from the values of others: `fx.node.map_arg` takes longer than most operators."""
     # The tensors of passes may have other strides than the traced ones, which `view` would depend on.
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-    args, kwargs = node.args, node.kwargs
-    if kwargs or any(isinstance(each, (tuple, list, dict, slice)) and _has_nodes(each) for each in args):
+    args: Any = node.args
+    if node.kwargs or any(isinstance(each, (tuple, list, dict, slice)) and _has_nodes(each) for each in args):
 
         def general(env: Env) -> Any:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each])

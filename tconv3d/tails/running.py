@@ -285,9 +285,9 @@ class Ends:
         self.captured = captured_in(graph)
         _, *self.placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._tensors = [node for node in self.placeholders if isinstance(node.meta.get("val"), Tensor)]
-        self._results: Any = _output(graph).args[0]
-        listed = isinstance(self._results, (tuple, list))
-        self._are_nodes = listed and all(isinstance(each, fx.Node) for each in self._results)
+        found: Any = _output(graph).args[0]
+        self._results = found
+        self._are_nodes = isinstance(found, (tuple, list)) and all(isinstance(each, fx.Node) for each in found)
 
     def given(self, passed: Sequence[Tensor]) -> Env:
         """Returns the captured tensors, and the passed ones by their placeholders."""
