@@ -206,7 +206,7 @@ def _differentiated(
             asked = [leaf for leaf, need in zip(leaves[1:], needed, strict=True) if need]
             outputs = [env[node.name] for node in results]
             pairs = zip(grads, outputs, strict=True)
-            wide = [grad.reshape(output.shape).to(output.dtype) for grad, output in pairs]
+            wide = [_like(grad, output).to(output.dtype) for grad, output in pairs]
             found = torch.autograd.grad(outputs, [leaves[0], *wanted, *asked], wide, allow_unused=True)
             return list(found), [env[name] for name in names]
 
@@ -237,6 +237,10 @@ def _differentiated(
         for name, value in zip(names, values, strict=True)
     }
     return graph, again
+
+
+def _like(grad: Tensor, output: Tensor) -> Tensor:
+    return grad if grad.shape == output.shape else grad.reshape(output.shape)
 
 
 def _type_of_gradient(result: fx.Node, z: fx.Node) -> torch.dtype:
