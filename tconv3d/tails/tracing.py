@@ -265,11 +265,45 @@ def trace(
     z, *passed = [node for node in graph.nodes if node.op == "placeholder"]
     assert len(passed) == len(extra)
     _settle_writes(graph, z, {node for place, node in enumerate(passed) if place in written})
+    _drop_single(graph)
     join_means(graph)
     graph.eliminate_dead_code()
     traced.recompile()
     traced.meta[SWITCHES_GRADIENTS] = switches.seen
     return traced
+
+
+_OF_ONE_ITSELF = (
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default, aten.max.dim,
+    aten.min.dim,
+)  # fmt: skip
+
+
+def _drop_single(graph: fx.Graph) -> None:
+    """Replaces reductions along dimensions of size 1 by their operand, in place.
+
+    Kernels' benchmarks and losses have them behind a reduction that keeps its dimension.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _OF_ONE_ITSELF or node.kwargs or not node.args[1:]:
+            continue
+        x, given = node.args[:2]
+        pair = node.target in (aten.max.dim, aten.min.dim)
+        if given is None or given == [] or (pair and any(user.args[1] and user.users for user in node.users)):
+            continue
+        like, count = x.meta["val"], x.meta["val"].dim()
+        dims = [dim % count for dim in (given if isinstance(given, (list, tuple)) else [given])] if count else []
+        result = node.meta["val"][0] if pair else node.meta["val"]
+        if not dims or any(like.shape[dim] != 1 for dim in dims) or result.dtype is not like.dtype:
+            continue
+        with graph.inserting_before(node):
+            kept = result.dim() == count
+            single = inserted(graph, *((aten.alias.default, (x,)) if kept else (aten.squeeze.dims, (x, dims))))
+        for each in list(node.users) if pair else [node]:  # users that take the index are used by nobody
+            each.replace_all_uses_with(single)
+            graph.erase_node(each)
+        if pair:
+            graph.erase_node(node)
 
 
 def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
