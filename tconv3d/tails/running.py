@@ -182,9 +182,10 @@ class Prepared:
 
 def tail_of(stages: Stages, env: Env, vectors: Tensor | None = None) -> Tail:
     """Returns an epilogue with its operands, laid out as the convolution's result."""
-    like = stages.fed.meta["val"]
     if vectors is None and stages.vectors:
         vectors = _side_by_side(stages, env)
+    # The kernel stores its result as it would store z, in whatever layout PyTorch's operators would return it.
+    like = next(iter(stages.graph.graph.nodes)).meta["val"]
     wholes = tuple(_laid_out(env[node], like) for node in stages.operands.wholes)
     return Tail(stages.epilogue.cpp, vectors, len(stages.vectors), wholes, stages.reads)
 
@@ -234,7 +235,7 @@ def _run_round(
     for place, each in enumerate(rounds.sums):
         (vectors,) = between.fill((number, place), [each.launch.vectors], x, env, left, runner)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
-        wholes = [with_strides_of(x, env[node]) for node in each.launch.wholes]
+        wholes = [_as_read(x, env[node]) for node in each.launch.wholes]
         if extreme := each.reductions[0].extreme:
             (found,) = axis_executor.extreme(x, extreme, expressions[0], vectors, wholes, runner)
             env[each.reductions[0].node] = finished(each.reductions[0], found)
@@ -257,7 +258,7 @@ def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
 def _run_pass(one: Pass, x: Tensor, vectors: Tensor | None, env: Env, overwrite: bool, runner: Runner) -> Tensor:
     dtype = one.node.meta["val"].dtype
     listed = one.launch.wholes if isinstance(one, Written) else one.wholes
-    wholes = [with_strides_of(x, env[node]) for node in listed]
+    wholes = [_as_read(x, env[node]) for node in listed]
     if isinstance(one, Written):
         expression = one.launch.expressions[0].cpp
         return tail_executor.evaluate(x, expression, vectors, wholes, dtype, overwrite, runner)
@@ -386,6 +387,7 @@ def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
 
     It has the strides of `like`, also if it has one batch item; with one channel it is dense.
     """
+    whole = _without_booleans(whole, like.dtype)
     shape = padded(tuple(whole.shape))
     one = shape[1] == 1 < like.shape[1]
     strides = contiguous_strides(shape) if one else like.stride()
@@ -395,6 +397,16 @@ def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
     if whole.dim() == 5 and placed and whole.data_ptr() % 16 == 0:
         return whole
     return torch.empty_strided(shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+
+
+def _without_booleans(whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask as numbers 0 and 1 of a type that kernels read, and any other tensor itself."""
+    return whole.to(dtype) if whole.dtype is torch.bool else whole
+
+
+def _as_read(x: Tensor, whole: Tensor) -> Tensor:
+    """Returns a whole tensor as passes over x read it."""
+    return with_strides_of(x, _without_booleans(whole, x.dtype))
 
 
 def with_strides_of(result: Tensor, whole: Tensor) -> Tensor:

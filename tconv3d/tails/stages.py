@@ -97,7 +97,7 @@ class Stages:
         for node in self.operands.wholes:
             own = padded(shape_of(node))
             shared = [one == 1 < full for one, full in zip(own[:2], like.shape[:2], strict=True)]
-            found.append(Read(SCALARS[DTYPES[meta(node).dtype]], *shared))
+            found.append(Read(SCALARS[DTYPES[_read_as(node, like.dtype)]], *shared))
         return tuple(found) if any(each != plain for each in found) else ()
 
     @property
@@ -345,10 +345,16 @@ class _Head:
         return short and len(found.wholes) <= MOST_WHOLE and len(found.vectors) <= MOST_VECTORS
 
 
+def _read_as(node: fx.Node, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which an epilogue reads a tensor: masks are read as numbers of the result's type."""
+    found: torch.dtype = meta(node).dtype
+    return dtype if found is torch.bool else found
+
+
 def _is_readable(node: fx.Node, start: fx.Node) -> bool:
     """Tells whether an epilogue can read a tensor: one number for every position, for all channels or all items."""
     own, full = padded(shape_of(node)), shape_of(start)
-    kinds = {meta(node).dtype, meta(start).dtype}
+    kinds = {_read_as(node, meta(start).dtype), meta(start).dtype}
     if not kinds <= set(FLOATS) or (torch.float64 in kinds and len(kinds) > 1) or len(own) != 5:
         return False
     return own[2:] == full[2:] and all(one in (1, size) for one, size in zip(own[:2], full[:2], strict=True))
