@@ -54,6 +54,11 @@ class Left:
         for place, each in enumerate(reductions):
             self.sums[each.node] = Sums(name, (batch, channels, slots, count), found.dtype, each, place)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what was left: a pass sums in more strips where an address is no multiple of 16 bytes."""
+        return tuple(tuple(each.shape) for each in self.tensors.values())
+
     def finish(self, env: Env) -> None:
         """Computes with PyTorch what the nodes give, for a gap that PyTorch computes."""
         for node, each in self.sums.items():
@@ -75,7 +80,7 @@ class Between:
         self._outside |= {each for node in divided.left for each in node.all_input_nodes}
         self._outside |= {each for one in divided.rounds for launch in one.passes for each in _read_alone(launch)}
         self._outside |= {each for one in divided.rounds for sums in one.sums for each in sums.launch.wholes}
-        self._programs: dict[tuple[int, int], tuple[Assembled, ...] | None] = {}
+        self._programs: dict[Any, tuple[Assembled, ...] | None] = {}  # by gap and shapes of what was left
         results = set(output.all_input_nodes)
         self._values = [
             bool({*results, *(each for node in one.left for each in node.all_input_nodes)} & aliases(one.value))
@@ -104,9 +109,10 @@ class Between:
         if not runner.runs_programs:
             return self._with_pytorch(at, launches, x, env, left)
         compute_ready(self._apart, env)
-        if at not in self._programs:
-            self._programs[at] = self._assembled(at, launches, x, env, left)
-        programs = self._programs[at]
+        key = at, left.shapes
+        if key not in self._programs:
+            self._programs[key] = self._assembled(at, launches, x, env, left)
+        programs = self._programs[key]
         sources = None if programs is None else [_sources(each, env, left, x) for each in programs]
         if programs is None or sources is None or any(tensors is None for tensors in sources):
             return self._with_pytorch(at, launches, x, env, left)

@@ -299,15 +299,37 @@ def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
         node.replace_all_uses_with(value)
         base.replace_all_uses_with(value, delete_user_cb=lambda user, at=order[node]: order[user] > at)
         graph.erase_node(node)
+    if any(node.op == "call_function" and writes(node) and _is_used_besides(node) for node in graph.nodes):
+        raise CannotTrace("it uses running statistics for more than their new values")
 
 
 def _is_read_later(base: fx.Node, write: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     """Tells whether a tensor from outside of the graph is used after a node has written to it."""
-    same = [
-        node for node in order if node is base or (base.op == node.op == "get_attr" and base.target == node.target)
-    ]
-    later = [user for node in same for user in node.users if order[user] > order[write]]
+    later = [user for node in _same(base) for user in node.users if order[user] > order[write]]
     return any(user.users or (user.op == "call_function" and writes(user)) for user in later)
+
+
+def _is_used_besides(write: fx.Node) -> bool:
+    """Tells whether a tensor that a node overwrites is used for anything but what the node writes.
+
+    Whoever runs the graph may then overwrite the tensor as soon as the new values are known.
+    """
+    readers = {user for node in _same(write.args[0]) for user in node.users} - {write}  # type: ignore[arg-type]
+    waiting = list(readers)
+    while waiting:
+        node = waiting.pop()
+        if node.op == "output" or writes(node):
+            return True
+        waiting += [user for user in node.users if user is not write and user not in readers]
+        readers.update(node.users)
+    return False
+
+
+def _same(tensor: fx.Node) -> list[fx.Node]:
+    """Returns the nodes that give a captured or passed tensor, which the graph may name several times."""
+    if tensor.op != "get_attr":
+        return [tensor]
+    return [node for node in tensor.graph.nodes if node.op == "get_attr" and node.target == tensor.target]
 
 
 def _is_new(node: fx.Node) -> bool:

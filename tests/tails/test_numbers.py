@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import poisoned
 from mutants import kernel_from, mutate
-from tail_checks import C, check_gradients, fused, operand
+from tail_checks import C, check_gradients, close, fused, operand
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -161,6 +162,66 @@ def test_running_statistics_are_overwritten(programs: list[bool]) -> None:
     assert norm.running_mean._version > versions[0]  # type: ignore[union-attr]
     assert norm.num_batches_tracked._version > versions[1]  # type: ignore[union-attr]
     assert programs == [True]
+
+
+def test_sums_of_tensors_at_any_address() -> None:
+    """A pass leaves more sums of a channel if an address is no multiple of 16 bytes."""
+    torch.manual_seed(3)
+    layer, norm = nn.ConvTranspose3d(4, 4, 2, stride=2), nn.GroupNorm(2, 4)
+    model = tconv3d.fuse(layer, lambda z, skip: F.silu(norm(z + skip)))
+    x, memory = torch.randn(1, 4, 4, 6, 8), torch.randn(4 * 8 * 12 * 16 + 1)
+    for offset in (0, 1, 0):
+        skip = memory[offset : offset + 4 * 8 * 12 * 16].view(1, 4, 8, 12, 16)
+        with tconv3d.use_backend("emulator"), poisoned():
+            ours = model(x.requires_grad_(), skip)
+        assert type(ours.grad_fn).__name__ == "ChainBackward"
+        exact = F.silu(copy.deepcopy(norm).double()(copy.deepcopy(layer).double()(x.double()) + skip.double()))
+        close(ours.detach(), exact.detach())
+
+
+class OldMean(nn.Module):
+    """BatchNorm whose old running mean is used behind another norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm3d(C), nn.GroupNorm(2, C)
+
+    def forward(self, z: Tensor) -> Tensor:
+        assert self.first.running_mean is not None
+        old = torch.exp(self.first.running_mean)
+        return self.second(F.relu(self.first(z))) * old[:, None, None, None]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_old_running_statistics_are_used(gradients: bool) -> None:
+    model, x = fused(OldMean()), operand(torch.float32).requires_grad_(gradients)
+    reference = copy.deepcopy(model).double()
+    for _ in range(2):
+        with torch.set_grad_enabled(gradients), tconv3d.use_backend("torch"):
+            exact = reference(x.detach().double())
+        with torch.set_grad_enabled(gradients), tconv3d.use_backend("emulator"):
+            close(model(x).detach(), exact.detach(), 2)
+
+
+def test_what_a_thread_overwrites_no_other_thread_reads() -> None:
+    def normed(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return s.copy_(s - s[:, :1] + a.sum(0))
+
+    given = operands()
+    graph = make_fx(normed)(*given).graph
+    nodes = list(graph.nodes)
+    tensors = dict(zip([node for node in nodes if node.op == "placeholder"], given, strict=True))
+    inner = [node for node in nodes if node.op == "call_function"]
+    (write,) = [node for node in inner if node.target is torch.ops.aten.copy_.default]
+    with pytest.raises(CannotAssemble):
+        Assembler(inner, tensors, {}, {}).assembled([], [], torch.float32, [], [write])
+
+
+def test_tensors_without_elements_are_left_to_pytorch() -> None:
+    model = fused(lambda z, s: (F.relu(z), s[:, :0]))
+    x, s = operand(torch.float32), torch.randn(2, C)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        assert model(x, s)[1].shape == (2, 0)
 
 
 MUTANTS = {
