@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import poisoned
 from mutants import kernel_from, mutate
+from sanitizing import sanitized
 from tail_checks import C, check_gradients, close, fused, operand
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tconv3d
+from tconv3d import emulator
 from tconv3d.tails import between
 from tconv3d.tails.numbers import Assembled, Assembler, CannotAssemble, _levels
 from tconv3d.torch_ops import number_executor
@@ -229,6 +233,7 @@ MUTANTS = {
         "        __syncthreads();\n      }\n    }\n    __syncthreads();",
         "      }\n    }",
     ),
+    "warps do not wait for each other": ("of_warps[thread / 32] = sum;\n        __syncthreads();", ";"),
     "a sum begins one element late": ("int k = thread % team;", "int k = thread % team + 1;"),
     "a team forgets its other warps": ("for (int k = 1; k < team / 32; ++k)", "for (int k = 1; k < 1; ++k)"),
     "sums are not divided": ("sum / args.numbers[divisor]", "sum"),
@@ -240,7 +245,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if "wait" not in name])
+@pytest.mark.parametrize("name", MUTANTS)
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
     text, replacement = MUTANTS[name]
     mutate("numbers", text, replacement, tmp_path / "mutant")
@@ -248,3 +253,21 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
         for each in ("sums", "groups", "sum of sums", "orders"):
             test_values(each, torch.float32)
         test_sums_of_any_length(700)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_sanitizers_find_nothing() -> None:
+    child = subprocess.run([sys.executable, __file__], env=sanitized(), capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split() == ["checked"]
+
+
+if __name__ == "__main__":
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    for each in FUNCTIONS:
+        test_values(each, torch.float32)
+    for length in (1, 700):
+        test_sums_of_any_length(length)
+    test_sums_of_tensors_at_any_address()
+    print("checked")
