@@ -292,8 +292,12 @@ def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
         value = base
         if node.target is aten.as_strided_.default and node.meta["val"].shape == base.meta["val"].shape:
             pass  # an adaptive pool gives its result the layout of its operand
-        elif node.target is aten.copy_.default and (base is z or _is_new(base)) and _alike(base, node.args[1]):
-            value = node.args[1]
+        elif node.target is aten.copy_.default and (base is z or _is_new(base)) and _has_shape(base, node.args[1]):
+            value, kind = node.args[1], base.meta["val"].dtype
+            if value.meta["val"].dtype is not kind:  # running statistics in 16 bits
+                with graph.inserting_before(node):
+                    value = inserted(graph, aten._to_copy.default, (value,), {"dtype": kind})
+                order[value] = order[node]
         else:
             raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
         node.replace_all_uses_with(value)
@@ -338,11 +342,8 @@ def _is_new(node: fx.Node) -> bool:
     return schema is not None and all(result.alias_info is None for result in schema.returns)
 
 
-def _alike(one: fx.Node, other: Any) -> bool:
-    if not isinstance(other, fx.Node):
-        return False
-    first, second = one.meta["val"], other.meta["val"]
-    return bool(first.shape == second.shape and first.dtype is second.dtype)
+def _has_shape(one: fx.Node, other: Any) -> bool:
+    return isinstance(other, fx.Node) and bool(one.meta["val"].shape == other.meta["val"].shape)
 
 
 def copied(traced: fx.GraphModule) -> fx.GraphModule:
