@@ -72,7 +72,7 @@ class Differentiable:
             if gradient is not None:
                 self.part, self.plain, self.gradient = part, plain, gradient
                 self._forward = Between(plain.graph, plain.rounds, [node for node, _ in gradient.saved])
-                self._backward = Between(gradient.graph, gradient.rounds)
+                self._backward = Between(gradient.graph, gradient.rounds, given=[node for _, node in gradient.saved])
                 return True
             last = _last_of_passes(part.graph)
             if last is None:
