@@ -49,6 +49,15 @@ _REPLACED = (
 )  # fmt: skip
 
 
+# Operators of numbers and bits, with what they compute of truth values.
+_LOGIC = {
+    aten.add.Tensor: aten.logical_or.default,
+    aten.bitwise_or.Tensor: aten.logical_or.default,
+    aten.bitwise_and.Tensor: aten.logical_and.default,
+    aten.bitwise_not.default: aten.logical_not.default,
+}
+
+
 def _group_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -266,10 +275,19 @@ def trace(
     assert len(passed) == len(extra)
     _settle_writes(graph, z, {node for place, node in enumerate(passed) if place in written})
     join_means(graph)
+    _name_logic(graph)
     graph.eliminate_dead_code()
     traced.recompile()
     traced.meta[SWITCHES_GRADIENTS] = switches.seen
     return traced
+
+
+def _name_logic(graph: fx.Graph) -> None:
+    """Gives operators of truth values the names of logic, in place: a sum of two of them is 1 at most."""
+    for node in graph.nodes:
+        if node.target in _LOGIC and node.meta["val"].dtype is torch.bool and not node.kwargs:
+            if all(isinstance(each, fx.Node) for each in node.args):
+                node.target = _LOGIC[node.target]
 
 
 def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from layers import poisoned
 from mutants import kernel_from, mutate
 from sanitizing import sanitized
-from tail_checks import C, check_gradients, close, fused, operand
+from tail_checks import C, check_gradients, check_values, close, fused, operand
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -183,6 +183,12 @@ def test_sums_of_tensors_at_any_address() -> None:
         assert type(ours.grad_fn).__name__ == "ChainBackward"
         exact = F.silu(copy.deepcopy(norm).double()(copy.deepcopy(layer).double()(x.double()) + skip.double()))
         close(ours.detach(), exact.detach())
+
+
+@pytest.mark.parametrize("of", [lambda z: z, lambda z: z.mean((2, 3, 4), keepdim=True)], ids=["volume", "numbers"])
+def test_sums_of_truth_values_are_true(of: Callable[[Tensor], Tensor]) -> None:
+    model = fused(lambda z: z * ((of(z) > 0) + (of(z) > -9)).float() - z * ((of(z) > 0) & ~(of(z) > 9)))
+    assert not check_values(model, operand(torch.float32)).pytorch
 
 
 class OldMean(nn.Module):
