@@ -1,7 +1,7 @@
 """Finds what a function captures: modules, tensors and numbers in its closure, its defaults and its global variables.
 
-A tail is traced once, so each call looks whether a later trace would find something else. Functions that a function
-calls are looked into as well, but for PyTorch's own. This module knows Python functions, no graphs.
+A tail is traced once, so each call looks whether a later trace would find something else. Functions of the same package
+that a function calls are looked into as well. This module knows Python functions, no graphs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def captures(tail: Callable[..., Any]) -> Iterator[Any]:
     of the model that it may be; any other module comes with all modules inside of it.
     """
     seen: set[int] = set()
+    home: str | None = None  # the package of the first function
     waiting: list[tuple[Any, tuple[str, ...]]] = [(tail, ())]  # with the names that the function around it uses
     while waiting:
         value, names = waiting.pop()
@@ -46,7 +47,11 @@ def captures(tail: Callable[..., Any]) -> Iterator[Any]:
         elif isinstance(value, types.MethodType):
             code = getattr(value.__func__, "__code__", None)
             waiting += [(value.__self__, () if code is None else tuple(_names(code))), (value.__func__, names)]
-        elif isinstance(value, types.FunctionType) and not str(value.__module__).startswith("torch."):
+        elif isinstance(value, types.FunctionType):
+            package = str(value.__module__).partition(".")[0]
+            home = home or package
+            if package == "torch" or package != home:
+                continue
             used = tuple(_names(value.__code__))
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
             shared = [value.__globals__[name] for name in used if name in value.__globals__]
