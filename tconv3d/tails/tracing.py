@@ -285,9 +285,9 @@ def trace(
 def _name_logic(graph: fx.Graph) -> None:
     """Gives operators of truth values the names of logic, in place: a sum of two of them is 1 at most."""
     for node in graph.nodes:
-        if node.target in _LOGIC and node.meta["val"].dtype is torch.bool and not node.kwargs:
-            if all(isinstance(each, fx.Node) for each in node.args):
-                node.target = _LOGIC[node.target]
+        plain = not node.kwargs and all(isinstance(each, fx.Node) for each in node.args)
+        if node.target in _LOGIC and plain and node.meta["val"].dtype is torch.bool:
+            node.target = _LOGIC[node.target]
 
 
 def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
