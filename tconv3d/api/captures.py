@@ -1,7 +1,7 @@
 """Finds what a function captures: modules, tensors and numbers in its closure, its defaults and its global variables.
 
-A tail is traced once, so each call looks whether a later trace would find something else. It also looks into functions
-of the same package that the function calls. This module knows Python functions, no graphs.
+A tail is traced once, so each call looks whether a later trace would find something else. It also looks into
+functions of the same package that the function calls. This module knows Python functions, no graphs.
 """
 
 from __future__ import annotations
