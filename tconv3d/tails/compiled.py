@@ -116,6 +116,7 @@ class _Call:
         """Returns the passes of a call that records gradients, or None if PyTorch must run the tail."""
         if self.kind is None:
             return None
+        kinds_of(self.text).forget_constants()
         with as_if_called_first():
             passes = self.kind.recorded_for(tuple(self.needed))
         if passes.possible and not passes.part.rest:

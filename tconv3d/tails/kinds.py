@@ -79,6 +79,12 @@ class Kinds:
         """Drops everything, so that the next call traces the tail again."""
         self._met.clear()
 
+    def forget_constants(self) -> None:
+        """Drops what was computed from weights and captured tensors, as kept packs are where gradients are wanted."""
+        for kind in tuple(self._met.values()):
+            if isinstance(kind, Kind):
+                kind.prepared.forget()
+
     def find(
         self,
         input: Tensor,

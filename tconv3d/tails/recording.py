@@ -83,7 +83,7 @@ class Differentiable:
                     Ends, (self.graph, plain.graph, gradient.graph)
                 )
                 self._forward = Between(plain.graph, plain.rounds, [node for node, _ in gradient.saved])
-                self._backward = Between(gradient.graph, gradient.rounds)
+                self._backward = Between(gradient.graph, gradient.rounds, given=[node for _, node in gradient.saved])
                 return True
             last = _last_of_passes(part.graph)
             if last is None:

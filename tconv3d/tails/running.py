@@ -150,7 +150,7 @@ class Prepared:
         tensors, stream = [*parameters, *lasting], stream_of(weight)
         made = self._made
         if made is None or not _unchanged(made.seen, tensors, stream) or kept.captured(parameters[0], stream):
-            made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, self._drop))
+            made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, lambda _: self.forget()))
             self._made = made if made.seen is not None and not self._gives_constants else None
         return {**captured, **made.constant, **dict(zip(placeholders, extra, strict=True))}, made
 
@@ -175,8 +175,8 @@ class Prepared:
             vectors_kept = _side_by_side(s, env)
         return _Made(seen, {node: env[node] for node in s.constants}, folded, vectors_kept)
 
-    def _drop(self, _: object) -> None:
-        """Forgets what was computed from a tensor that no longer exists."""
+    def forget(self) -> None:
+        """Drops what was computed from captured tensors and from the weight."""
         self._made = None
 
 

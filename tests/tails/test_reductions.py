@@ -217,6 +217,19 @@ def test_tensors_of_every_kind_ride_along() -> None:
     assert len(report.passes) == 1 and not report.pytorch
 
 
+class Peak(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return z.amax((2, 3, 4))
+
+
+@pytest.mark.parametrize("behind", [(), (nn.SiLU(), nn.InstanceNorm3d(32, affine=True))], ids=["", "another"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d(32), nn.GroupNorm(4, 32)], ids=["BatchNorm", "GroupNorm"])
+def test_the_largest_normed_number_of_space_gets_the_gradient(norm: nn.Module, behind: tuple[nn.Module, ...]) -> None:
+    """Gradients find it by comparing numbers with it, which must come out alike forward and backward."""
+    model = fused(nn.Sequential(norm, *behind, Peak()), channels=32)
+    check_gradients(model, operand(torch.float32), 10)  # the gradient of the convolution's bias is 0
+
+
 def test_what_is_no_axis_is_left_to_pytorch() -> None:
     for tail in (lambda z: F.silu(z).amax((0, 2)), lambda z: F.silu(z).amax((1, 2)), lambda z: F.silu(z).argmax()):
         report = check_values(fused(tail), operand(torch.float32))
