@@ -37,6 +37,10 @@ MOST_SIZES = 1024  # input sizes that are remembered
 MOST_STATES = (
     64  # times that a chain gets other parameters, modes or numbers, after which it is not fused for new ones
 )
+MOST_OPENED = (
+    16  # modules behind convolutions that are looked into on trial; reading a forward takes a few milliseconds
+)
+MOST_INSIDE = 32  # modules inside of one that is looked into, all of which are conditions of every call
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()
 _DECIDING = ("inplace", "p", "return_indices")  # attributes of modules by which chains are found
@@ -187,19 +191,54 @@ class Explored:
         ups = {each for each in module.modules() if is_up(each)}
         answers: dict[nn.Module, bool] = {}
         opened = {each for each in module.modules() if _is_opened(each, ups, answers)}
-        self.module = module
-        self.read = reading.read(module, function, arguments, opened.__contains__, training)
+        self.module, self._ups, self._training = module, ups, training
+        self._call = module, function, arguments
+        self.read, self.found = self._explored(opened)
+        self._open_more(opened)
         modules = self.read.modules
-
-        def is_convolution(node: fx.Node) -> bool:
-            found = modules.get(str(node.target)) if node.op == "call_module" else None
-            return found in ups and len(node.args) == 1 and not node.kwargs
-
-        self.found = chains.find(self.read.graph, is_convolution, modules, training=training)
         others = [each for each in modules.values() if isinstance(each, nn.ConvTranspose3d) and each not in ups]
         self.others = [(each, type(each)) for each in others]  # convolutions that are not fused as they are
         # Chains for reports: those of layers that run the forwards of their classes.
         self.chains = [chain for chain in self.found.chains if self.has_own_forwards(chain)]
+
+    def _explored(self, opened: set[nn.Module]) -> tuple[reading.Read, chains.Found]:
+        """Returns the graph of the forward in which some modules are opened, and its chains."""
+        in_a_row = {each: is_sequence(each) for each in opened}
+        read = reading.read(*self._call, in_a_row.get, self._training)
+        modules = read.modules
+
+        def is_convolution(node: fx.Node) -> bool:
+            found = modules.get(str(node.target)) if node.op == "call_module" else None
+            return found in self._ups and len(node.args) == 1 and not node.kwargs
+
+        return read, chains.find(read.graph, is_convolution, modules, training=self._training)
+
+    def _open_more(self, opened: set[nn.Module]) -> None:
+        """Looks into modules of the user that follow a chain, as long as the chains become longer by that."""
+        length, refused = _length(self.found), set()
+        for _ in range(MOST_OPENED):
+            following = [each for each in self._following() if each not in refused]
+            if not following:
+                return
+            more = _openable(following[0], self._ups)
+            for inside in (more, more & {following[0]}):
+                if not inside:
+                    break
+                try:
+                    read, found = self._explored(opened | inside)
+                except CannotRead:
+                    continue
+                if _length(found) > length:
+                    length, self.read, self.found = _length(found), read, found
+                    opened |= inside
+                    break
+            refused.add(following[0])
+
+    def _following(self) -> list[nn.Module]:
+        """Returns the modules that read the result of a chain, or of a convolution without one."""
+        ends = [*(chain.end for chain in self.found.chains), *self.found.alone]
+        users = dict.fromkeys(user for end in ends for user in end.users if user.op == "call_module")
+        return [self.read.modules[str(user.target)] for user in users]
 
     def convolution(self, node: fx.Node) -> nn.ConvTranspose3d:
         found = self.read.modules[str(node.target)]
@@ -218,7 +257,7 @@ class Explored:
         return Layers(layers).as_defined and not any("forward" in layer.__dict__ for layer in layers)
 
     def touched(self, chain: Chain) -> list[nn.Module]:
-        """Returns the modules of a chain, the modules that it runs behind, and the sequences that were opened."""
+        """Returns the modules of a chain, the modules that it runs behind, and those that were opened."""
         nodes = (chain.convolution, *chain.nodes, *chain.between)
         named = [self.read.modules[str(node.target)] for node in nodes if node.op == "call_module"]
         inside = [each for module in named for each in module.modules()]
@@ -242,6 +281,27 @@ def _is_opened(module: nn.Module, ups: set[nn.Module], answers: dict[nn.Module, 
                 found = all(map(_may_be_held, children))
         answers[module] = found
     return found
+
+
+def _length(found: chains.Found) -> int:
+    """Returns how many nodes are in chains."""
+    return sum(1 + len(chain.nodes) for chain in found.chains)
+
+
+def _openable(module: nn.Module, ups: set[nn.Module]) -> set[nn.Module]:
+    """Returns a module of the user and those inside of it that can be looked into; nothing if it cannot be itself."""
+    inside = list(module.modules())
+    if len(inside) > MOST_INSIDE or not ups.isdisjoint(inside):
+        return set()
+    found = {each for each in inside if _is_users(each) and plain.is_plain(each)}
+    return found if module in found else set()
+
+
+def _is_users(module: nn.Module) -> bool:
+    """Tells whether a module is a sequence, or has a forward that is the user's own code."""
+    kind = type(module)
+    own = not kind.__module__.startswith("torch.") and not hasattr(kind, BASE)
+    return is_sequence(module) or (own and isinstance(kind.forward, types.FunctionType))
 
 
 def _may_be_held(module: nn.Module) -> bool:

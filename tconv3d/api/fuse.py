@@ -28,6 +28,7 @@ from ..torch_ops.chain_ops import chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.dispatch import recording
 from ..torch_ops.problems import OperandAddresses, Tail
+from .captures import captures
 from .conditions import is_constant
 from .functional import conv_transpose3d
 from .modules import ConvTranspose3d, arguments
@@ -93,6 +94,7 @@ class FusedTail(nn.Module):
                 with torch.no_grad():
                     operands = cast_operands(input, weight, bias, keep=True)
                     return kind.prepared.run(*operands, convolution, extra, (weight, bias))
+            self._kinds.forget_constants()
             passes = kind.recorded(passed)
             if passes.possible:
                 operands = cast_operands(input, weight, bias, keep=False)
@@ -174,15 +176,17 @@ class FusedTail(nn.Module):
         if module_hooks._has_any_global_hook():
             return True
         inside = [module for child in self.children() for module in child.modules()]
+        if not isinstance(self.tail, nn.Module):
+            inside += [each for each in captures(self.tail) if isinstance(each, nn.Module)]
         return any(
             each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
             for each in inside
         )
 
     def _state(self) -> Any:
-        """Returns what a trace depends on besides the arguments: modes and parameters of the tail's modules."""
-        modules = self.tail.modules() if isinstance(self.tail, nn.Module) else ()
-        return tuple((state_of(module), constants_of(module)) for module in modules)
+        """Returns what a trace depends on besides the arguments: modes and tensors of modules, and other captures."""
+        found = self.tail.modules() if isinstance(self.tail, nn.Module) else captures(self.tail)
+        return tuple([_state_of_captured(each) for each in found])
 
 
 def state_of(module: nn.Module) -> tuple[Any, ...]:
@@ -190,6 +194,12 @@ def state_of(module: nn.Module) -> tuple[Any, ...]:
     own = module.__dict__
     tensors = (*own["_parameters"].values(), *own["_buffers"].values())
     return own["training"], *((id(each), each.dtype, each.shape) if each is not None else None for each in tensors)
+
+
+def _state_of_captured(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return state_of(value), constants_of(value)
+    return (id(value), value.dtype, value.shape) if isinstance(value, Tensor) else (type(value), value)
 
 
 def constants_of(module: nn.Module) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 The module itself is replaced by a stand-in, which sees every attribute that `forward` reads. What the graph depends
 on is thereby known (`Conditions`): values of attributes, children, global variables. Modules that are called are
-nodes of the graph, except for sequences, which are looked into. Nothing of PyTorch is patched, so other threads may
+nodes of the graph, except for those that the caller wants opened: the modules of a sequence run in a row, and the
+forward of a user's own module is read like the first one. Nothing of PyTorch is patched, so other threads may
 run.
 
 A `forward` is read only if its graph surely computes the same as long as the conditions hold. Everything that is not
@@ -42,22 +43,23 @@ class Read:
         self.graph = fx.Graph()
         self.conditions = Conditions(module.__dict__)
         self.modules: dict[str, nn.Module] = {}  # the modules that the graph names
-        self.opened: list[nn.Module] = []  # sequences that were looked into
+        self.opened: list[nn.Module] = []  # modules that were looked into
 
 
 def read(
     module: nn.Module,
     function: Callable[..., Any],
     arguments: Sequence[Any],
-    is_opened: Callable[[nn.Module], bool],
+    opened: Callable[[nn.Module], bool | None],
     training: bool | None = None,
 ) -> Read:
     """Returns what `function(module, *arguments)` does; `TENSOR` stands for a tensor among the arguments.
 
-    `function` is the forward of the module's class, or `nn.Sequential.forward`. Sequences for which `is_opened` are
-    looked into; all other modules are nodes. `training` is the mode of all modules, or None if each is in its own.
+    `function` is the forward of the module's class, or `nn.Sequential.forward`. `opened` tells which modules are
+    looked into: True for sequences, False for others, and None for modules that become nodes. `training` is the mode
+    of all modules, or None if each is in its own.
     """
-    reader = _Reader(module, is_opened, training)
+    reader = _Reader(module, opened, training)
     found = reader.read
     names = list(inspect.signature(function).parameters)[1:]
     given = [
@@ -167,8 +169,8 @@ def _has_symbol(value: Any) -> bool:
     return isinstance(value, slice) and any(map(_has_symbol, (value.start, value.stop, value.step)))
 
 
-def _is_not_opened(module: nn.Module) -> bool:
-    return False
+def _not_opened(module: nn.Module) -> bool | None:
+    return None
 
 
 _PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
@@ -177,14 +179,15 @@ _PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, torch.memor
 class _Reader(GraphAppendingTracer):
     """Runs a forward with symbols."""
 
-    def __init__(self, module: nn.Module, is_opened: Callable[[nn.Module], bool], training: bool | None) -> None:
+    def __init__(self, module: nn.Module, opened: Callable[[nn.Module], bool | None], training: bool | None) -> None:
         self.read = Read(module)
         super().__init__(self.read.graph)
         self.record_stack_traces = False
-        self.is_opened, self.training = is_opened, training
+        self.opened, self.training = opened, training
         self.watch = Watch(self.read.conditions, self._method_of)
         self._stand_ins: dict[int, _StandIn] = {}
         self._sources: dict[str, _Symbol] = {}
+        self._inside: list[nn.Module] = []  # modules whose forwards run in the place of their calls, just now
         self._called: set[nn.Module] = set()  # modules that were called and may have changed their attributes
         self._read_of: dict[nn.Module, str] = {}  # modules of which tensors were read
 
@@ -192,9 +195,9 @@ class _Reader(GraphAppendingTracer):
         """Lets go of all modules: symbols and the reader hold each other until Python looks for such circles."""
         for each in self._stand_ins.values():
             object.__setattr__(each, "of", None)
-        for held in (self._stand_ins, self._sources, self._called, self._read_of):
+        for held in (self._stand_ins, self._sources, self._inside, self._called, self._read_of):
             held.clear()
-        self.is_opened = _is_not_opened
+        self.opened = _not_opened
         self.watch.forget()
         del self.read
 
@@ -334,10 +337,13 @@ class _Reader(GraphAppendingTracer):
     # ---- calls
 
     def call(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Records a call of a module, or runs the modules of a sequence in a row."""
+        """Records a call of a module, or looks into the module."""
         if not path:
             raise CannotRead("it calls itself")
-        if self.is_opened(module) and len(args) == 1 and not kwargs:
+        in_a_row = self.opened(module)
+        if in_a_row is False:
+            return self.in_line(module, path, args, kwargs)
+        if in_a_row and len(args) == 1 and not kwargs:
             return self.in_a_row(module, path, *args)
         self.read.modules[path] = module
         inside = list(module.modules())
@@ -348,6 +354,19 @@ class _Reader(GraphAppendingTracer):
                     raise CannotRead(f"it reads {name} of a module that it then calls, which may replace it")
             self._called.update(inside)
         return self.create_proxy("call_module", path, args, kwargs)
+
+    def in_line(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Runs the forward of a module in the place of its call."""
+        if any(module is each for each in self._inside):
+            raise CannotRead("a module calls itself")
+        self.read.opened.append(module)
+        self._inside.append(module)
+        forward = self.attribute(module, path, "forward")
+        if not isinstance(forward, types.MethodType):
+            raise CannotRead(f"the forward of {type(module).__name__} is no plain method")
+        result = self.run(forward.__func__, forward.__self__, *args, **kwargs)
+        self._inside.pop()
+        return result
 
     def in_a_row(self, module: nn.Module, path: str, input: Any) -> Any:
         self.read.opened.append(module)

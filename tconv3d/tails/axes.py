@@ -190,7 +190,7 @@ class Axes:
             return False
         if value.numel() == 1:
             return True
-        if shape_of(node) != shape or value.dtype not in FLOATS:
+        if shape_of(node) != shape or value.dtype not in (*FLOATS, torch.bool):
             return False
         self.placed[node] = None
         return True
@@ -205,7 +205,7 @@ class Axes:
         if node not in small or len(own) != 5:
             return False
         if own == self.full:
-            return value.dtype is self.kind and value.dim() == 5
+            return value.dtype in (self.kind, torch.bool) and value.dim() == 5
         if is_channel_vector(own, self.full) or self._is_along(own):
             return True
         return self._is_placed(node)
@@ -218,7 +218,7 @@ class Axes:
     def _is_placed(self, node: fx.Node) -> bool:
         """Tells whether a tensor that exists has one number per position, and takes it as an operand."""
         value, own = meta(node), padded(shape_of(node))
-        if value.dtype not in FLOATS or is_channel_vector(own, self.full):
+        if value.dtype not in (*FLOATS, torch.bool) or is_channel_vector(own, self.full):
             return False
         single = frozenset(dim for dim in range(5) if own[dim] == 1 and self.full[dim] > 1)
         rest = all(own[dim] == self.full[dim] for dim in range(5) if dim not in single)

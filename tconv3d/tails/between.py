@@ -8,7 +8,7 @@ program can compute are left to PyTorch, one operator after the other, and so is
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,18 @@ from ..torch_ops.runner import Runner
 from .axes import AxisPass
 from .computing import Env, compute_ready, finished, means_and_variances, stacked
 from .numbers import Assembled, Assembler, CannotAssemble, Made, Moments, Sums
-from .pointwise import aliases, meta
+from .pointwise import aliases, meta, packet_of
 from .pool_gradients import GatherPass
 from .rounds import Divided, Pass, Reduction, Written
 from .stages import Statistics
 from .tracing import writes
 
+aten = torch.ops.aten
+
 MOMENTS = "moments"
 MOST_NUMBERS = 1 << 17  # numbers of a tensor that programs read
+_EXTREMES = (aten.amax, aten.amin)
+_EQUALITIES = (aten.eq, aten.ne, aten.ge, aten.le)  # operators that tell equal numbers from others
 Vectors = tuple[tuple[fx.Node, tuple[int, ...]], ...]
 
 
@@ -54,6 +58,11 @@ class Left:
         for place, each in enumerate(reductions):
             self.sums[each.node] = Sums(name, (batch, channels, slots, count), found.dtype, each, place)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what was left: a pass sums in more strips where an address is no multiple of 16 bytes."""
+        return tuple(tuple(each.shape) for each in self.tensors.values())
+
     def finish(self, env: Env) -> None:
         """Computes with PyTorch what the nodes give, for a gap that PyTorch computes."""
         for node, each in self.sums.items():
@@ -66,16 +75,26 @@ class Left:
 
 
 class Between:
-    """Computes the gaps of one divided graph. `saved` are nodes that the caller needs after the run."""
+    """Computes the gaps of one divided graph.
 
-    def __init__(self, graph: fx.GraphModule, divided: Divided, saved: Iterable[fx.Node] = ()) -> None:
-        self._graph, self._divided = graph, divided
+    `saved` are nodes that the caller needs after the run, `given` nodes that an earlier run has saved.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        divided: Divided,
+        saved: Collection[fx.Node] = (),
+        given: Collection[fx.Node] = (),
+    ) -> None:
+        self._divided = divided
+        self._compares = _compares_extremes(graph, divided, saved, given)
         output = next(node for node in graph.graph.nodes if node.op == "output")
         self._outside = {*saved, *output.all_input_nodes}
         self._outside |= {each for node in divided.left for each in node.all_input_nodes}
         self._outside |= {each for one in divided.rounds for launch in one.passes for each in _read_alone(launch)}
         self._outside |= {each for one in divided.rounds for sums in one.sums for each in sums.launch.wholes}
-        self._programs: dict[tuple[int, int], tuple[Assembled, ...] | None] = {}
+        self._programs: dict[Any, tuple[Assembled, ...] | None] = {}  # by gap and shapes of what was left
         results = set(output.all_input_nodes)
         self._values = [
             bool({*results, *(each for node in one.left for each in node.all_input_nodes)} & aliases(one.value))
@@ -101,12 +120,13 @@ class Between:
 
         x is the tensor that the passes behind the gap read.
         """
-        if not runner.runs_programs:
+        if self._compares or not runner.runs_programs:
             return self._with_pytorch(at, launches, x, env, left)
-        compute_ready(self._apart, env)
-        if at not in self._programs:
-            self._programs[at] = self._assembled(at, launches, x, env, left)
-        programs = self._programs[at]
+        compute_ready([node for node in self._apart if node not in left.moments], env)
+        key = at, left.shapes
+        if key not in self._programs:
+            self._programs[key] = self._assembled(at, launches, x, env, left)
+        programs = self._programs[key]
         sources = None if programs is None else [_sources(each, env, left, x) for each in programs]
         if programs is None or sources is None or any(tensors is None for tensors in sources):
             return self._with_pytorch(at, launches, x, env, left)
@@ -172,6 +192,21 @@ class Between:
             return (assembled(stacks, (), ()), *rest, *([assembled((), (), written)] if written else []))
         except CannotAssemble:
             return None
+
+
+def _compares_extremes(
+    graph: fx.GraphModule, divided: Divided, saved: Collection[fx.Node], given: Collection[fx.Node]
+) -> bool:
+    """Tells whether numbers are compared with an extreme of them, perhaps in another run, as gradients are.
+
+    One of them must be equal to it. So the vectors that they are computed with must be rounded alike in all gaps of
+    both runs, which PyTorch's operators do; a program rounds what it stores alone.
+    """
+    if any(packet_of(node) in _EXTREMES for node in given):
+        return True
+    found = {each.node for one in divided.rounds for sums in one.sums for each in sums.reductions if each.extreme}
+    compared = any(packet_of(node) in _EQUALITIES for node in graph.graph.nodes)
+    return bool(found) and (compared or not found.isdisjoint(saved))
 
 
 def _is_large(node: fx.Node) -> bool:

@@ -116,6 +116,7 @@ class _Call:
         """Returns the passes of a call that records gradients, or None if PyTorch must run the tail."""
         if self.kind is None:
             return None
+        kinds_of(self.text).forget_constants()
         with as_if_called_first():
             passes = self.kind.recorded_for(tuple(self.needed))
         if passes.possible and not passes.part.rest:
@@ -142,7 +143,7 @@ def _run_recorded(*operands: Any) -> list[Tensor]:
     if passes is not None:
         with contextlib.suppress(Refused):
             given = call.input, call.weight, call.bias, call.convolution
-            boundary, (z, *reduced) = passes.run(*given, call.tensors)
+            boundary, z, reduced = passes.run(*given, call.tensors)
             result = passes.finish(boundary, call.tensors)
             return [_own(result, call.kind, call, z), *call.news, z, _packed(reduced, z, slots)]
     z = call.plain()

@@ -5,7 +5,7 @@ Where one kernel can compute them together it does (`between.py`). This module k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -26,10 +26,39 @@ def compute(nodes: Sequence[fx.Node], env: Env) -> None:
     """Computes nodes with PyTorch, in order; those that are known already are skipped."""
     for node in nodes:
         if node not in env:
+            of, call = node.meta.get(_CALL, (None, None))
+            if of is not node:  # a copy of a node brings the entry of the other
+                call = _call_of(node)
+                node.meta[_CALL] = node, call
+            env[node] = call(env)
+
+
+_CALL = "call"  # the entry of a node's `meta` with the node and what computes it
+
+
+def _call_of(node: fx.Node) -> Callable[[Env], Any]:
+    """Returns what computes a node from the values of others: `fx.node.map_arg` takes longer than most operators."""
+    # The tensors of passes may have other strides than the traced ones, which `view` would depend on.
+    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+    args: Any = node.args
+    if node.kwargs or any(isinstance(each, (tuple, list, dict, slice)) and _has_nodes(each) for each in args):
+
+        def general(env: Env) -> Any:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each])
-            # The tensors of passes may have other strides than the traced ones, which `view` would depend on.
-            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-            env[node] = target(*args, **kwargs)
+            return target(*args, **kwargs)
+
+        return general
+    if len(args) > 0 and isinstance(args[0], fx.Node) and not any(isinstance(each, fx.Node) for each in args[1:]):
+        first, rest = args[0], args[1:]
+        return lambda env: target(env[first], *rest)
+    places = [isinstance(each, fx.Node) for each in args]
+    return lambda env: target(*[env[each] if known else each for each, known in zip(args, places, strict=True)])
+
+
+def _has_nodes(value: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return bool(found)
 
 
 def compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:

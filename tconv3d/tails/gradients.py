@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .expressions import OPERATORS
 from .lowering import lower
-from .pointwise import FLOATS, dependent, is_view, meta, packet_of, shape_of
+from .pointwise import FLOATS, dependent, is_view, meta, packet_of, rows_of, shape_of
 from .rounds import Divided, divide
 from .tracing import copied, inserted, join_means, nothing_written, without_logging, writes
 
@@ -31,6 +31,10 @@ _OVERWRITING = {
     aten.logical_and_.default: aten.logical_and.default,
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
 }
+# Operators whose derivatives PyTorch computes from their results.
+_SAVE_RESULT = (
+    aten.relu, aten.sigmoid, aten.tanh, aten.exp, aten.expm1, aten.sqrt, aten.rsqrt, aten.reciprocal,
+)  # fmt: skip
 _REPLACED = (aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward)
 
 
@@ -43,7 +47,8 @@ class Backward:
     """Holds the passes that compute the gradients of a tail for one kind of call."""
 
     graph: fx.GraphModule  # outputs the gradients of z, of the wanted captured tensors and of the wanted passed ones
-    value: fx.Node  # z
+    like: Tensor  # z without its data
+    value: fx.Node | None  # z, or what the convolution has stored in its place; None if no gradient reads it
     passed: tuple[fx.Node, ...]  # tensors that were passed to the tail
     grads: tuple[fx.Node, ...]  # the gradients of the tail's results
     saved: tuple[tuple[fx.Node, fx.Node], ...]  # reductions that the forward pass has computed: there, and here
@@ -56,33 +61,101 @@ class Backward:
         return None not in _results(self.graph)
 
 
+def head_for(forward: fx.GraphModule, wanted: Sequence[Tensor], needed: Sequence[bool], heads: Sequence[str]) -> str:
+    """Returns the first of `heads` from which all gradients can be computed without z, or "" if there is none.
+
+    A head that the tail returns belongs to the caller, who may write to it. It is only taken if PyTorch's own
+    derivative would save it, or if no gradient reads it.
+    """
+    found = _differentiated(forward, wanted, needed, heads) if heads else None
+    if found is None:
+        return ""
+    graph, again = found
+    returned = {node.name for node in _results(forward)}
+    nodes = {node.name: node for node in forward.graph.nodes}
+    z = next(iter(graph.graph.nodes))
+    for name in heads:
+        node = again[name]
+        _compare_head(graph.graph, node)
+        behind = _without(graph, node)
+        if z in behind:
+            continue
+        if name not in returned or packet_of(nodes[name]) in _SAVE_RESULT or node not in behind:
+            return name
+    return ""
+
+
+def _compare_head(graph: fx.Graph, head: fx.Node) -> None:
+    """Asks for the sign of a LeakyReLU's result in the place of its operand's, which is the same, in place."""
+    result = head
+    while result.op == "call_function" and is_view(result):  # a cast to 16 bits, for example
+        (result,) = result.all_input_nodes
+    if result.target is not aten.where.self:
+        return
+    condition, x, scaled = result.args
+    factor = scaled.args[1] if isinstance(scaled, fx.Node) and scaled.target is aten.mul.Tensor else None
+    positive = isinstance(factor, float) and factor > 0 and scaled.args[0] is x  # type: ignore[union-attr]
+    if not (positive and isinstance(condition, fx.Node) and condition.target is aten.gt.Scalar):
+        return
+    if condition.args == (x, 0):
+        with graph.inserting_after(head):
+            again = inserted(graph, aten.gt.Scalar, (head, 0))
+        condition.replace_all_uses_with(again, delete_user_cb=lambda user: user is not result)
+
+
+def _without(graph: fx.GraphModule, head: fx.Node) -> set[fx.Node]:
+    """Returns the nodes that the gradients are computed from, as far as `head`."""
+    found: set[fx.Node] = set()
+    waiting = [each for each in _results(graph) if isinstance(each, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(() if node is head else node.all_input_nodes)
+    return found
+
+
 def backward(
-    forward: fx.GraphModule, wanted: Sequence[Tensor], needed: Sequence[bool], reduced: Sequence[fx.Node]
+    forward: fx.GraphModule,
+    wanted: Sequence[Tensor],
+    needed: Sequence[bool],
+    reduced: Sequence[fx.Node],
+    head: str = "",
 ) -> Backward | None:
     """Returns the passes for gradients of z, of `wanted` captured tensors and of `needed` passed ones, or None.
 
     `forward` is the graph of a tail that returns a tuple of tensors, before its reductions are lowered. `reduced` are
     the sums, means and variances over space that the forward pass computes, in the lowered graph; those that have
-    their counterpart in `forward` need not be computed again.
+    their counterpart in `forward` need not be computed again. `head` is the node of `forward` that the convolution
+    stores in the place of z, if it does.
     """
-    found = _differentiated(forward, wanted, needed, [node.name for node in reduced])
+    found = _differentiated(forward, wanted, needed, [node.name for node in reduced] + [head] * bool(head))
     if found is None:
         return None
     graph, again = found
-    saved = tuple((node, again[node.name]) for node in reduced if node.name in again)
+    if head:
+        node = again.pop(head)
+        _compare_head(graph.graph, node)
+        node.replace_all_uses_with(next(iter(graph.graph.nodes)))
+        graph.graph.eliminate_dead_code()
+    present = set(graph.graph.nodes)
+    saved = tuple((node, again[node.name]) for node in reduced if again.get(node.name) in present)
     join_means(graph.graph, (aten.detach.default, aten.alias.default))
     _expand_last(graph.graph)
     lower(graph.graph)
     _clean(graph)
     nodes = list(graph.graph.nodes)
-    value, *given = [node for node in nodes if node.op == "placeholder"]
+    z, *given = [node for node in nodes if node.op == "placeholder"]
     passed, grads = tuple(given[: len(needed)]), tuple(given[len(needed) :])
+    # A gradient takes the place of z if nobody reads z.
+    value = z if z.users else next((each for each in grads if _alike(each, z)), z)
     saved = tuple(pair for pair in saved if pair[1] in nodes)
-    moving = dependent(nodes, [value, *given])
+    moving = dependent(nodes, [z, *given])
     captured = [node for node in nodes if node not in moving and node.op != "output"]
-    alike = [each for each in grads if _alike(each, value)]
+    alike = [each for each in grads if each is not value and _alike(each, value)]
     alike += [each for each in passed if _alike(each, value) and _used_alone(each, nodes, [value, *grads])]
-    known = dict.fromkeys([*captured, *(node for _, node in saved), *(each for each in given if each not in alike)])
+    small = [each for each in given if each not in (value, *alike)]
+    known = dict.fromkeys([*captured, *(node for _, node in saved), *small])
     strides = meta(value).stride()
     last = strides[1] == 1 and strides[4] != 1
     divided = divide(graph.graph, value, tuple(alike), known, set(), last)
@@ -92,7 +165,7 @@ def backward(
     if any(_is_rounded_extreme(node, value) for node in stored):
         return None
     constants = tuple(node for node in captured if node.op == "call_function")
-    return Backward(graph, value, passed, grads, saved, constants, divided)
+    return Backward(graph, meta(z), value if value is z else None, passed, grads, saved, constants, divided)
 
 
 def _alike(node: fx.Node, value: fx.Node) -> bool:
@@ -132,12 +205,14 @@ def _differentiated(
             env = _evaluated(forward, values)
             asked = [leaf for leaf, need in zip(leaves[1:], needed, strict=True) if need]
             outputs = [env[node.name] for node in results]
-            wide = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
+            pairs = zip(grads, outputs, strict=True)
+            wide = [_like(grad, output).to(output.dtype) for grad, output in pairs]
             found = torch.autograd.grad(outputs, [leaves[0], *wanted, *asked], wide, allow_unused=True)
             return list(found), [env[name] for name in names]
 
+    z = placeholders[0]
     likes = [(meta(placeholders[place]), meta(placeholders[place]).dtype) for place in places]
-    likes += [(meta(node), _type_of_gradient(node, placeholders[0])) for node in results]
+    likes += [(meta(z if _is_view_of(node, z) else node), _type_of_gradient(node, z)) for node in results]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             examples = [
@@ -164,6 +239,10 @@ def _differentiated(
     return graph, again
 
 
+def _like(grad: Tensor, output: Tensor) -> Tensor:
+    return grad if grad.shape == output.shape else grad.reshape(output.shape)
+
+
 def _type_of_gradient(result: fx.Node, z: fx.Node) -> torch.dtype:
     """Returns the type in which passes read the gradient of a result.
 
@@ -171,7 +250,15 @@ def _type_of_gradient(result: fx.Node, z: fx.Node) -> torch.dtype:
     range of float32, so the gradient of a float32 result may be rounded before; to float16 it could overflow.
     """
     narrow = meta(z).dtype is torch.bfloat16 and meta(result).dtype is torch.float32
-    return torch.bfloat16 if narrow and shape_of(result) == shape_of(z) else meta(result).dtype
+    return torch.bfloat16 if narrow and _is_view_of(result, z) else meta(result).dtype
+
+
+def _is_view_of(result: fx.Node, z: fx.Node) -> bool:
+    """Tells whether a result has a number for every element of z, in the same order: passes read its gradient.
+
+    Norms of single batch items return their result in a shape in which batch and channels are one dimension.
+    """
+    return rows_of(shape_of(result), shape_of(z)) is not None
 
 
 def _evaluated(graph: fx.GraphModule, values: Sequence[Any]) -> dict[str, Any]:

@@ -38,14 +38,17 @@ class Kind:
 
     def recorded(self, passed: Sequence[Tensor]) -> Differentiable:
         """Returns what calls run that record gradients."""
-        return self.recorded_for(tuple(each.requires_grad for each in passed))
+        return self.recorded_for(tuple([each.requires_grad for each in passed]), stores_z=False)
 
-    def recorded_for(self, needed: tuple[bool, ...]) -> Differentiable:
-        """Returns what calls run that record gradients; `needed` says which of the passed tensors need one."""
-        key = (*needed, *(each.requires_grad for each in self.captured))
+    def recorded_for(self, needed: tuple[bool, ...], stores_z: bool = True) -> Differentiable:
+        """Returns what calls run that record gradients; `needed` says which of the passed tensors need one.
+
+        Unless the convolution `stores_z`, its kernel may compute the beginning of the tail.
+        """
+        key = (stores_z, *needed, *[each.requires_grad for each in self.captured])
         found = self._recorded.get(key)
         if found is None:
-            found = self._recorded[key] = Differentiable(self.traced, needed)
+            found = self._recorded[key] = Differentiable(self.traced, needed, stores_z)
         return found
 
 
@@ -75,6 +78,12 @@ class Kinds:
     def forget(self) -> None:
         """Drops everything, so that the next call traces the tail again."""
         self._met.clear()
+
+    def forget_constants(self) -> None:
+        """Drops what was computed from weights and captured tensors, as kept packs are where gradients are wanted."""
+        for kind in tuple(self._met.values()):
+            if isinstance(kind, Kind):
+                kind.prepared.forget()
 
     def find(
         self,

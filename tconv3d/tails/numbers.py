@@ -41,7 +41,7 @@ MOST_WORK = 1 << 20  # instructions that the threads of the block interpret toge
 _CODES = {name: FIRST_OPERATION + place for place, name in enumerate(OPERATIONS)}
 _TYPES = {getattr(torch, name): place for place, name in enumerate(TYPES)}
 # Operators that give elements of their operand in another order or shape.
-_MOVING = (aten.expand, aten.permute, aten.transpose, aten.t, aten.select, aten.slice)
+_MOVING = (aten.expand, aten.permute, aten.transpose, aten.t, aten.select, aten.slice, aten.repeat)
 
 # Operators that overwrite their first operand, with what they write.
 _IN_PLACE = {aten.add_: OPERATORS[aten.add], aten.mul_: OPERATORS[aten.mul], aten.sub_: OPERATORS[aten.sub]}
@@ -92,6 +92,8 @@ Levels = tuple[int, tuple[tuple[int, int], ...]]  # an offset, and sizes and str
 
 def _levels(places: Tensor) -> Levels:
     """Describes a list of places by sizes and strides."""
+    if not len(places):
+        raise CannotAssemble
     base = int(places[0])
     rest, found = places - base, list[tuple[int, int]]()
     while len(rest) > 1:
@@ -127,7 +129,7 @@ class _Step:
     instructions: int = 0
     registers: int = 0
     known: dict[Any, int] = field(default_factory=dict)
-    loaded: set[Source] = field(default_factory=set)
+    loaded: dict[Source, set[Levels]] = field(default_factory=dict)
 
     def register(self) -> int:
         if self.registers == REGISTERS:
@@ -204,22 +206,25 @@ class Assembler:
                 results.append((step, register, dtype, place, row * rows))
         for place, (node, part) in enumerate(made, len(stacks)):
             like = meta(node) if part is None else meta(node)[part]
+            if not isinstance(like, Tensor):
+                raise CannotAssemble
             step = step_of(like.numel())
             if part is None:
                 register = self._value(step, node, step.indices)
             else:
                 register = self._moment(step, node, part, step.indices)
             results.append((step, register, like.dtype, place, 0))
-        bases = tuple(node.args[0] for node in writes)
-        for place, (node, base) in enumerate(zip(writes, bases, strict=True), len(stacks) + len(made)):
-            assert isinstance(base, fx.Node)
-            buffer = self._known.get(base)
-            if buffer is None or not buffer.is_contiguous() or 0 in buffer.shape:
+        buffers = [self._known.get(node.args[0]) for node in writes]  # type: ignore[arg-type]
+        for place, (node, buffer) in enumerate(zip(writes, buffers, strict=True), len(stacks) + len(made)):
+            if buffer is None or not buffer.is_contiguous():
                 raise CannotAssemble
             ends.append(step := _Step(buffer.numel()))
             results.append((step, self._overwriting(step, node), buffer.dtype, place, 0))
-            if step.loaded & {each for each in bases if each is not base}:
-                raise CannotAssemble
+            own = _levels(step.indices)
+            for source, found in step.loaded.items():  # what a thread overwrites may be read by this thread alone
+                tensor = self._known.get(source)  # type: ignore[arg-type]
+                if any(tensor is each for each in buffers) and not (tensor is buffer and found == {own}):
+                    raise CannotAssemble
         first = 1 + len(self._sources)
         for step, register, kind, place, base in results:
             levels = () if step.count == 1 else (step.count, 1)
@@ -336,7 +341,7 @@ class Assembler:
 
     def _load(self, step: _Step, source: Source, dtype: torch.dtype, at: Tensor) -> int:
         self._sources.setdefault(source, dtype)
-        step.loaded.add(source)
+        step.loaded.setdefault(source, set()).add(_levels(at))
         return self._loaded(step, 1 + list(self._sources).index(source), dtype, at)
 
     def _loaded(self, step: _Step, place: int, dtype: torch.dtype, at: Tensor) -> int:

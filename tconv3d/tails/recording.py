@@ -2,9 +2,10 @@
 
     z --passes--> boundary --PyTorch, recorded by autograd--> results
 
-The convolution stores its plain result z, which is saved. Passes over z compute the tail, or its beginning if PyTorch
-must run the rest; the tensors at the end of this fused part are its boundary. The gradients of the fused part are
-passes over z as well (`gradients.py`). This module knows graphs and tensors, no kernels.
+The convolution stores its plain result z, or a function of it from which all gradients can be computed (`head_for`),
+which is saved. Passes over it compute the tail, or its beginning if PyTorch must run the rest; the tensors at the end
+of this fused part are its boundary. The gradients of the fused part are passes over it as well (`gradients.py`). This
+module knows graphs and tensors, no kernels.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from .algebra import pools_first
 from .between import Between, Left
 from .computing import Env, compute
 from .expressions import OPERATORS, VALUE
-from .gradients import backward
+from .gradients import backward, head_for
 from .pointwise import dependent, is_view, meta, name_of, packet_of
-from .running import captured_in, outputs, run_rounds, with_strides_of
-from .stages import stages
+from .running import Ends, captured_in, run_rounds, tail_of, with_strides_of
+from .stages import heads, stages
 from .tracing import SWITCHES_GRADIENTS, copied, is_random, writes
 
 MOST_CUTS = 4  # attempts to find a fused part whose gradients run in passes
@@ -46,13 +47,17 @@ class Part:
 class Differentiable:
     """Holds what calls with gradients need: the fused part as passes over z, its gradients, and what follows it."""
 
-    def __init__(self, graph: fx.GraphModule, needed: Sequence[bool]) -> None:
-        """Takes the graph of a tail, and which of the tensors passed to it need gradients."""
+    def __init__(self, graph: fx.GraphModule, needed: Sequence[bool], stores_z: bool = True) -> None:
+        """Takes the graph of a tail, and which of the tensors passed to it need gradients.
+
+        Unless the convolution `stores_z`, its kernel may compute the beginning of the tail, and z is stored nowhere.
+        """
         self.graph = copied(graph)
         pools_first(self.graph.graph)
         captured = captured_in(graph).values()
         self.wanted = [each for each in {id(each): each for each in captured}.values() if each.requires_grad]
         self.needed = tuple(needed)
+        self._stores_z = stores_z
         self._switches = bool(graph.meta.get(SWITCHES_GRADIENTS))
         self.possible = not self._switches and self._found()
 
@@ -63,16 +68,22 @@ class Differentiable:
             part = _part(self.graph, left)
             if part is None:
                 break
-            plain = stages(part.graph, plain=True)
+            head = "" if self._stores_z else head_for(part.graph, self.wanted, self.needed, heads(part.graph))
+            plain = stages(part.graph, plain=True, head=head)
             if plain.rounds.left:
                 left |= {node.name for node in plain.rounds.left}
                 continue
             taken = plain.statistics.nodes if plain.statistics is not None else ()
-            gradient = backward(plain.differentiable, self.wanted, self.needed, (*taken, *plain.rounds.reductions))
+            gradient = backward(
+                plain.differentiable, self.wanted, self.needed, (*taken, *plain.rounds.reductions), head
+            )
             if gradient is not None:
                 self.part, self.plain, self.gradient = part, plain, gradient
+                self._ends, self._ends_forward, self._ends_backward = map(
+                    Ends, (self.graph, plain.graph, gradient.graph)
+                )
                 self._forward = Between(plain.graph, plain.rounds, [node for node, _ in gradient.saved])
-                self._backward = Between(gradient.graph, gradient.rounds)
+                self._backward = Between(gradient.graph, gradient.rounds, given=[node for _, node in gradient.saved])
                 return True
             last = _last_of_passes(part.graph)
             if last is None:
@@ -88,16 +99,23 @@ class Differentiable:
         if not self.possible:
             return ("the tail runs in PyTorch: no part of it has gradients that are passes",)
         left = dict.fromkeys(name_of(node) for node in self.part.rest if not is_view(node))
+        epilogue = self.plain.epilogue
         return (
-            *(f"forward in one pass over the plain result: {text}" for text in self.plain.rounds.passes),
-            *(f"backward in one pass over the plain result: {text}" for text in self.gradient.rounds.passes),
+            *(() if epilogue == VALUE else (f"forward in the convolution's kernel, for gradients too: {epilogue}",)),
+            *(f"forward in one pass over its result: {text}" for text in self.plain.rounds.passes),
+            *(f"backward in one pass over its result: {text}" for text in self.gradient.rounds.passes),
             *([f"forward and backward in PyTorch: {', '.join(left)}"] if left else []),
         )
 
     @property
+    def reads_stored(self) -> bool:
+        """Tells whether the gradients read what the convolution has stored."""
+        return self.gradient.value is not None
+
+    @property
     def read(self) -> list[Tensor]:
         """The captured tensors that the gradients read."""
-        return list(captured_in(self.gradient.graph).values())
+        return list(self._ends_backward.captured.values())
 
     def run(
         self,
@@ -107,82 +125,86 @@ class Differentiable:
         convolution: Convolution,
         passed: Sequence[Tensor],
         runner: Runner = RUNNER,
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Returns the boundary; and what the gradients need: z, and the sums, means and variances that were taken."""
+    ) -> tuple[tuple[Tensor, ...], Tensor, list[Tensor]]:
+        """Returns the boundary; z, or what was stored in its place; and the sums, means and variances.
+
+        The gradients need the last, and what was stored if `reads_stored`.
+        """
         s = self.plain
-        env: Env = {**captured_in(s.graph), **_given(s.graph, passed)}
+        env = self._ends_forward.given(passed)
         left = Left()
         with below_autocast(input):
+            compute(s.constants, env)
+            compute(s.early, env)
+            tail = Tail(VALUE.cpp) if s.epilogue == VALUE else tail_of(s, env)
             if s.statistics is None:
-                z = runner.forward(input, weight, bias, convolution, False, None)
+                used = None if s.epilogue == VALUE else tail
+                u = runner.forward(input, weight, bias, convolution, False, used)
             else:
-                z, found = runner.forward_with_statistics(
-                    input, weight, bias, s.statistics.groups, convolution, False, Tail(VALUE.cpp)
+                u, found = runner.forward_with_statistics(
+                    input, weight, bias, s.statistics.groups, convolution, False, tail
                 )
                 left.add_moments(found, s.statistics)
-            env[s.fed] = z
-            compute(s.constants, env)
+            env[s.fed] = u
             run_rounds(s.rounds, self._forward, env, left, keep=True, runner=runner)
         saved = [env[node] for node, _ in self.gradient.saved]
         flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
-        return outputs(s.graph, env), [z, *flat]
+        return self._ends_forward.results(env), u, flat
 
     def gradients(
         self,
         grads: Sequence[Tensor],
-        saved: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
         passed: Sequence[Tensor],
         runner: Runner = RUNNER,
     ) -> list[Tensor | None]:
         """Returns the gradients of z, of the wanted captured tensors and of the passed tensors that need one.
 
-        `grads` are those of the boundary's floating-point tensors; `saved` is what `run` returned.
+        `grads` are those of the boundary's floating-point tensors. `saved` is what `run` returned behind the
+        boundary, or None in the place of a z that no gradient reads.
         """
         g, (z, *reduced) = self.gradient, saved
-        env: Env = {**captured_in(g.graph), **dict(zip(g.passed, passed, strict=True))}
+        env: Env = {**self._ends_backward.captured, **dict(zip(g.passed, passed, strict=True))}
         left = iter(reduced)
         for _, node in g.saved:
             env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
-        env[g.value] = z
+        if g.value is not None:
+            env[g.value] = z
+        like = g.like if z is None else z
         for node, grad in zip(g.grads, grads, strict=True):
-            grad = grad.to(node.meta["val"].dtype)
-            env[node] = with_strides_of(z, grad) if grad.shape == z.shape else grad
-        with below_autocast(z):
+            wanted = node.meta["val"]
+            grad = grad if grad.dtype is wanted.dtype else grad.to(wanted.dtype)
+            grad = grad if grad.shape == wanted.shape else grad.reshape(wanted.shape)
+            env[node] = with_strides_of(like, grad) if grad.shape == like.shape else grad
+        with below_autocast(grads[0]):
             compute(g.constants, env)
             run_rounds(g.rounds, self._backward, env, Left(), keep=True, runner=runner)
-        found: list[Tensor | None] = list(outputs(g.graph, env))
+        found: list[Tensor | None] = list(self._ends_backward.results(env))
         return found
 
     def unfused(self, z: Tensor, passed: Sequence[Tensor], captured: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """Computes the boundary from z in PyTorch, with others in the place of captured tensors (by their ids)."""
         graph = self.part.graph
-        env: Env = {node: captured.get(id(each), each) for node, each in captured_in(graph).items()}
-        env.update(_given(graph, passed))
+        ends = Ends(graph)
+        env = ends.given(passed)
+        env.update({node: captured.get(id(each), each) for node, each in ends.captured.items()})
         env[next(iter(graph.graph.nodes))] = z
         nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not writes(node)]
         with below_autocast(z):
             compute(nodes, env)
-        found: tuple[Tensor, ...] = outputs(graph, env)
+        found: tuple[Tensor, ...] = ends.results(env)
         return found
 
     def finish(self, boundary: Sequence[Tensor], passed: Sequence[Tensor]) -> Any:
         """Computes the tail's results from the boundary in PyTorch; autograd records it."""
-        env: Env = dict(zip(self.part.boundary, boundary, strict=True))
+        env = self._ends.given(passed)
+        env.update(zip(self.part.boundary, boundary, strict=True))
         if self.part.rest:
-            env.update({**captured_in(self.graph), **_given(self.graph, passed)})
             with below_autocast(boundary[0]):
                 for node in self.part.rest:
                     with torch.set_grad_enabled(not writes(node)):
                         compute((node,), env)
-        else:
-            env.update(_given(self.graph, passed))
-        return outputs(self.graph, env)
-
-
-def _given(graph: fx.GraphModule, passed: Sequence[Tensor]) -> Env:
-    """Returns the passed tensors by their placeholders."""
-    _, *placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return dict(zip([node for node in placeholders if isinstance(meta(node), Tensor)], passed, strict=True))
+        return self._ends.results(env)
 
 
 def _part(graph: fx.GraphModule, left: set[str]) -> Part | None:

@@ -249,7 +249,9 @@ class _Sorted:
         value = node.meta.get("val")
         if node not in self.small or not isinstance(value, torch.Tensor):
             return False
-        return is_vector(node, shape, self.full) or (shape_of(node) == shape == self.full and value.dtype is kind)
+        return is_vector(node, shape, self.full) or (
+            shape_of(node) == shape == self.full and value.dtype in (kind, torch.bool)
+        )
 
 
 def divide(

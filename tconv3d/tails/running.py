@@ -52,11 +52,13 @@ class Prepared:
     _behind: bool = False  # no kernel computes the first round over channels
     _made: _Made | None = None  # replaced as a whole, because other threads may run the same tail
     _between: Between = field(init=False)
+    _ends: Ends = field(init=False)
     _gives_constants: bool = False  # a result comes from captured tensors alone: the caller may write to it
 
     def __post_init__(self) -> None:
         results = _output(self.stages.graph).all_input_nodes
         self._between = Between(self.stages.graph, self.stages.rounds)
+        self._ends = Ends(self.stages.graph)
         self._gives_constants = not aliases(*self.stages.constants).isdisjoint(results)
 
     def run(
@@ -92,7 +94,7 @@ class Prepared:
             weight, bias = made.folded
 
         compute(s.early, env)
-        tail, left = self._tail(env, made.vectors), Left()
+        tail, left = tail_of(s, env, made.vectors), Left()
 
         def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
             if s.statistics is None:
@@ -107,13 +109,13 @@ class Prepared:
         inside = self._over_channels(input, weight, bias, convolution, tail, runner)
         if inside is not None:
             run_rounds(s.rounds, self._between, env, left, runner=runner, first=inside)
-            return outputs(s.graph, env)
+            return self._ends.results(env)
         if s.moved is None:
             env[s.fed] = convolve(input, weight, bias, convolution)
         else:
             env[s.fed] = s.moved.forward(input, weight, bias, convolve).to(s.fed.meta["val"].dtype)
         run_rounds(s.rounds, self._between, env, left, runner=runner)
-        return outputs(s.graph, env)
+        return self._ends.results(env)
 
     def _over_channels(
         self,
@@ -133,14 +135,6 @@ class Prepared:
             self._behind = True
             return None
 
-    def _tail(self, env: Env, vectors: Tensor | None) -> Tail:
-        """Returns the epilogue with its operands, laid out as the convolution's result."""
-        s, like = self.stages, self.stages.fed.meta["val"]
-        if vectors is None and s.vectors:
-            vectors = _side_by_side(s, env)
-        wholes = tuple(_laid_out(env[node], like) for node in s.operands.wholes)
-        return Tail(s.epilogue.cpp, vectors, len(s.vectors), wholes, s.reads)
-
     def _start(
         self,
         weight: Tensor,
@@ -150,15 +144,13 @@ class Prepared:
         parameters: tuple[Tensor, Tensor | None],
     ) -> tuple[Env, _Made]:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
-        s, nodes = self.stages, self.stages.graph.graph.nodes
-        placeholders = [node for node in nodes if node.op == "placeholder"][1:]
-        captured = captured_in(s.graph)
-        captured.update({placeholders[place]: extra[place] for place in self.steady})
+        s, placeholders = self.stages, self._ends.placeholders
+        captured = {**self._ends.captured, **{placeholders[place]: extra[place] for place in self.steady}}
         lasting = [value for node, value in captured.items() if node not in s.buffers]
         tensors, stream = [*parameters, *lasting], stream_of(weight)
         made = self._made
         if made is None or not _unchanged(made.seen, tensors, stream) or kept.captured(parameters[0], stream):
-            made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, self._drop))
+            made = self._make(weight, bias, convolution, captured, _seen(tensors, stream, lambda _: self.forget()))
             self._made = made if made.seen is not None and not self._gives_constants else None
         return {**captured, **made.constant, **dict(zip(placeholders, extra, strict=True))}, made
 
@@ -183,9 +175,19 @@ class Prepared:
             vectors_kept = _side_by_side(s, env)
         return _Made(seen, {node: env[node] for node in s.constants}, folded, vectors_kept)
 
-    def _drop(self, _: object) -> None:
-        """Forgets what was computed from a tensor that no longer exists."""
+    def forget(self) -> None:
+        """Drops what was computed from captured tensors and from the weight."""
         self._made = None
+
+
+def tail_of(stages: Stages, env: Env, vectors: Tensor | None = None) -> Tail:
+    """Returns an epilogue with its operands, laid out as the convolution's result."""
+    if vectors is None and stages.vectors:
+        vectors = _side_by_side(stages, env)
+    # The kernel stores its result as it would store z, in whatever layout PyTorch's operators would return it.
+    like = next(iter(stages.graph.graph.nodes)).meta["val"]
+    wholes = tuple(_laid_out(env[node], like) for node in stages.operands.wholes)
+    return Tail(stages.epilogue.cpp, vectors, len(stages.vectors), wholes, stages.reads)
 
 
 def run_rounds(
@@ -233,7 +235,7 @@ def _run_round(
     for place, each in enumerate(rounds.sums):
         (vectors,) = between.fill((number, place), [each.launch.vectors], x, env, left, runner)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
-        wholes = [with_strides_of(x, env[node]) for node in each.launch.wholes]
+        wholes = [_as_read(x, env[node]) for node in each.launch.wholes]
         if extreme := each.reductions[0].extreme:
             (found,) = axis_executor.extreme(x, extreme, expressions[0], vectors, wholes, runner)
             env[each.reductions[0].node] = finished(each.reductions[0], found)
@@ -256,7 +258,7 @@ def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
 def _run_pass(one: Pass, x: Tensor, vectors: Tensor | None, env: Env, overwrite: bool, runner: Runner) -> Tensor:
     dtype = one.node.meta["val"].dtype
     listed = one.launch.wholes if isinstance(one, Written) else one.wholes
-    wholes = [with_strides_of(x, env[node]) for node in listed]
+    wholes = [_as_read(x, env[node]) for node in listed]
     if isinstance(one, Written):
         expression = one.launch.expressions[0].cpp
         return tail_executor.evaluate(x, expression, vectors, wholes, dtype, overwrite, runner)
@@ -277,8 +279,28 @@ def captured_in(graph: fx.GraphModule) -> Env:
     return {node: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
 
 
-def outputs(graph: fx.GraphModule, env: Env) -> Any:
-    return fx.node.map_arg(_output(graph).args[0], lambda node: env[node])
+class Ends:
+    """Holds where tensors enter and leave a graph that no longer changes, found once for all calls."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.captured = captured_in(graph)
+        _, *self.placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._tensors = [node for node in self.placeholders if isinstance(node.meta.get("val"), Tensor)]
+        found: Any = _output(graph).args[0]
+        self._results = found
+        self._are_nodes = isinstance(found, (tuple, list)) and all(isinstance(each, fx.Node) for each in found)
+
+    def given(self, passed: Sequence[Tensor]) -> Env:
+        """Returns the captured tensors, and the passed ones by their placeholders."""
+        return {**self.captured, **dict(zip(self._tensors, passed, strict=True))}
+
+    def results(self, env: Env) -> Any:
+        """Returns what the graph returns."""
+        if isinstance(self._results, fx.Node):
+            return env[self._results]
+        if self._are_nodes:
+            return tuple([env[node] for node in self._results])
+        return fx.node.map_arg(self._results, lambda node: env[node])
 
 
 def _output(graph: fx.GraphModule) -> fx.Node:
@@ -365,6 +387,7 @@ def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
 
     It has the strides of `like`, also if it has one batch item; with one channel it is dense.
     """
+    whole = _without_booleans(whole, like.dtype)
     shape = padded(tuple(whole.shape))
     one = shape[1] == 1 < like.shape[1]
     strides = contiguous_strides(shape) if one else like.stride()
@@ -374,6 +397,16 @@ def _laid_out(whole: Tensor, like: Tensor) -> Tensor:
     if whole.dim() == 5 and placed and whole.data_ptr() % 16 == 0:
         return whole
     return torch.empty_strided(shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+
+
+def _without_booleans(whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask as numbers 0 and 1 of a type that kernels read, and any other tensor itself."""
+    return whole.to(dtype) if whole.dtype is torch.bool else whole
+
+
+def _as_read(x: Tensor, whole: Tensor) -> Tensor:
+    """Returns a whole tensor as passes over x read it."""
+    return with_strides_of(x, _without_booleans(whole, x.dtype))
 
 
 def with_strides_of(result: Tensor, whole: Tensor) -> Tensor:

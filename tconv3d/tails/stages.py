@@ -15,7 +15,7 @@ shapes; it knows nothing of kernels or of the tensors of a call.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -97,7 +97,7 @@ class Stages:
         for node in self.operands.wholes:
             own = padded(shape_of(node))
             shared = [one == 1 < full for one, full in zip(own[:2], like.shape[:2], strict=True)]
-            found.append(Read(SCALARS[DTYPES[meta(node).dtype]], *shared))
+            found.append(Read(SCALARS[DTYPES[_read_as(node, like.dtype)]], *shared))
         return tuple(found) if any(each != plain for each in found) else ()
 
     @property
@@ -123,17 +123,19 @@ def stages(
     plain: bool = False,
     layer: Layer | None = None,
     steady: Container[int] = (),
+    head: str = "",
 ) -> Stages:
     """Returns the stages of a traced tail, whose first placeholder is z, [N, C, D, H, W].
 
-    With `exact_order` no affine map moves into the weight; with `plain` the convolution stores z itself. A linear
+    With `exact_order` no affine map moves into the weight; with `plain` the convolution stores z itself, or the node
+    out of `heads` that `head` names. A linear
     reduction or pool of z may move into the convolution `layer`. `steady` are places of passed tensors that are
     treated as captured ones: what is computed from them alone is kept between calls. Reductions that no pass computes
     stay PyTorch's own operators.
     """
     whole: set[str] = set()  # names of nodes that are not lowered
     while True:
-        found = _stages(copied(graph), exact_order, plain, whole, layer, steady)
+        found = _stages(copied(graph), exact_order, plain, whole, layer, steady, head)
         if found.moved is not None and any(_is_volume(node, found.graph) for node in found.rounds.left):
             layer = None  # PyTorch would spread the smaller result over a volume again
             continue
@@ -156,6 +158,7 @@ def _stages(
     whole: set[str],
     layer: Layer | None,
     steady: Container[int],
+    head_name: str,
 ) -> Stages:
     nodes = list(graph.graph.nodes)
     z, *given_to = [node for node in nodes if node.op == "placeholder"]
@@ -176,16 +179,19 @@ def _stages(
     product = moved is not None and isinstance(moved[1], SpaceSum) and len(moved[1].dims) == 3
     given = [node for node in dependent(nodes, passed) if node not in dependent(nodes, [z, *effects])]
     head = _Head(start, nodes, shape, {*captured, *given} if moved is None else set(), wholes=True)
-    u = start if plain or product else head.last_of_kernel()
+    if plain:
+        u = next((node for node in nodes if node.name == head_name), start)
+    else:
+        u = start if product else head.last_of_kernel()
     found = None if product else _statistics(u, nodes, shape)
     operands = head.written(u)
     epilogue, vectors = operands.expressions[0], tuple(map(vector, range(len(operands.vectors))))
-    if not exact_order and all(
+    if not (exact_order or plain) and all(
         node in captured for node, _ in operands.vectors
     ):  # otherwise every call would combine
         epilogue, vectors = combine(epilogue, meta(u).dtype.itemsize == 2)
-    early = [node for node in nodes if node in given and node.op == "call_function"]
-    early = early if operands.vectors or operands.wholes else []
+    asked = _ancestors([*(node for node, _ in operands.vectors), *operands.wholes])
+    early = [node for node in nodes if node in given and node in asked and node.op == "call_function"]
     unlowered = {*whole, *(node.name for node in (*captured, *early))}  # PyTorch computes the last two
     without_variances(graph.graph, found.nodes if found else (), unlowered)
     graph.recompile()
@@ -222,6 +228,21 @@ def _stages(
     )
 
 
+def heads(graph: fx.GraphModule) -> tuple[str, ...]:
+    """Returns the nodes that the convolution may store for its gradients in the place of z, by name, the last first.
+
+    They are bottlenecks that the kernel computes from z and from tensors that exist, without other operators.
+    """
+    nodes = list(graph.graph.nodes)
+    z = nodes[0]
+    exist = {node for node in nodes[1:] if node.op in ("placeholder", "get_attr")}
+    for node in nodes:
+        if node.op == "call_function" and is_view(node) and node.all_input_nodes[0] in exist:
+            exist.add(node)
+    head = _Head(z, nodes, shape_of(z), exist, wholes=True)
+    return tuple(node.name for node in reversed(head.bottlenecks()) if node is not z and head.fits_kernel(node))
+
+
 def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPass | None:
     """Returns the first round if it is one pass over channels that reads u alone, and nobody else reads u."""
     first = divided.rounds[0]
@@ -234,6 +255,18 @@ def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPa
     if needed & aliases(u) or (one.each and meta(one.node).dtype is not meta(u).dtype):
         return None
     return one
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns nodes and what they are computed from."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
 
 
 class _Head:
@@ -303,18 +336,25 @@ class _Head:
 
     def last_of_kernel(self) -> fx.Node:
         """Returns the last bottleneck that has no more operands than an epilogue takes."""
-        for node in reversed(self.bottlenecks()):
-            found = self.written(node)
-            short = len(found.expressions[0].cpp) <= MOST_LETTERS
-            if short and len(found.wholes) <= MOST_WHOLE and len(found.vectors) <= MOST_VECTORS:
-                return node
-        return self.start
+        return next((node for node in reversed(self.bottlenecks()) if self.fits_kernel(node)), self.start)
+
+    def fits_kernel(self, node: fx.Node) -> bool:
+        """Tells whether a node has no more operands than an epilogue takes."""
+        found = self.written(node)
+        short = len(found.expressions[0].cpp) <= MOST_LETTERS
+        return short and len(found.wholes) <= MOST_WHOLE and len(found.vectors) <= MOST_VECTORS
+
+
+def _read_as(node: fx.Node, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which an epilogue reads a tensor: masks are read as numbers of the result's type."""
+    found: torch.dtype = meta(node).dtype
+    return dtype if found is torch.bool else found
 
 
 def _is_readable(node: fx.Node, start: fx.Node) -> bool:
     """Tells whether an epilogue can read a tensor: one number for every position, for all channels or all items."""
     own, full = padded(shape_of(node)), shape_of(start)
-    kinds = {meta(node).dtype, meta(start).dtype}
+    kinds = {_read_as(node, meta(start).dtype), meta(start).dtype}
     if not kinds <= set(FLOATS) or (torch.float64 in kinds and len(kinds) > 1) or len(own) != 5:
         return False
     return own[2:] == full[2:] and all(one in (1, size) for one, size in zip(own[:2], full[:2], strict=True))

@@ -49,6 +49,15 @@ _REPLACED = (
 )  # fmt: skip
 
 
+# Operators of numbers and bits, with what they compute of truth values.
+_LOGIC = {
+    aten.add.Tensor: aten.logical_or.default,
+    aten.bitwise_or.Tensor: aten.logical_or.default,
+    aten.bitwise_and.Tensor: aten.logical_and.default,
+    aten.bitwise_not.default: aten.logical_not.default,
+}
+
+
 def _group_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -265,11 +274,54 @@ def trace(
     z, *passed = [node for node in graph.nodes if node.op == "placeholder"]
     assert len(passed) == len(extra)
     _settle_writes(graph, z, {node for place, node in enumerate(passed) if place in written})
+    _drop_single(graph)
     join_means(graph)
+    _name_logic(graph)
     graph.eliminate_dead_code()
     traced.recompile()
     traced.meta[SWITCHES_GRADIENTS] = switches.seen
     return traced
+
+
+_OF_ONE_ITSELF = (
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default, aten.max.dim,
+    aten.min.dim,
+)  # fmt: skip
+
+
+def _drop_single(graph: fx.Graph) -> None:
+    """Replaces reductions along dimensions of size 1 by their operand, in place.
+
+    Kernels' benchmarks and losses have them behind a reduction that keeps its dimension.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _OF_ONE_ITSELF or node.kwargs or not node.args[1:]:
+            continue
+        x, given = node.args[:2]
+        pair = node.target in (aten.max.dim, aten.min.dim)
+        if given is None or given == [] or (pair and any(user.args[1] and user.users for user in node.users)):
+            continue
+        like, count = x.meta["val"], x.meta["val"].dim()
+        dims = [dim % count for dim in (given if isinstance(given, (list, tuple)) else [given])] if count else []
+        result = node.meta["val"][0] if pair else node.meta["val"]
+        if not dims or any(like.shape[dim] != 1 for dim in dims) or result.dtype is not like.dtype:
+            continue
+        with graph.inserting_before(node):
+            kept = result.dim() == count
+            single = inserted(graph, *((aten.alias.default, (x,)) if kept else (aten.squeeze.dims, (x, dims))))
+        for each in list(node.users) if pair else [node]:  # users that take the index are used by nobody
+            each.replace_all_uses_with(single)
+            graph.erase_node(each)
+        if pair:
+            graph.erase_node(node)
+
+
+def _name_logic(graph: fx.Graph) -> None:
+    """Gives operators of truth values the names of logic, in place: a sum of two of them is 1 at most."""
+    for node in graph.nodes:
+        plain = not node.kwargs and all(isinstance(each, fx.Node) for each in node.args)
+        if node.target in _LOGIC and plain and node.meta["val"].dtype is torch.bool:
+            node.target = _LOGIC[node.target]
 
 
 def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
@@ -292,22 +344,48 @@ def _settle_writes(graph: fx.Graph, z: fx.Node, allowed: set[fx.Node]) -> None:
         value = base
         if node.target is aten.as_strided_.default and node.meta["val"].shape == base.meta["val"].shape:
             pass  # an adaptive pool gives its result the layout of its operand
-        elif node.target is aten.copy_.default and (base is z or _is_new(base)) and _alike(base, node.args[1]):
-            value = node.args[1]
+        elif node.target is aten.copy_.default and (base is z or _is_new(base)) and _has_shape(base, node.args[1]):
+            value, kind = node.args[1], base.meta["val"].dtype
+            if value.meta["val"].dtype is not kind:  # running statistics in 16 bits
+                with graph.inserting_before(node):
+                    value = inserted(graph, aten._to_copy.default, (value,), {"dtype": kind})
+                order[value] = order[node]
         else:
             raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
         node.replace_all_uses_with(value)
         base.replace_all_uses_with(value, delete_user_cb=lambda user, at=order[node]: order[user] > at)
         graph.erase_node(node)
+    if any(node.op == "call_function" and writes(node) and _is_used_besides(node) for node in graph.nodes):
+        raise CannotTrace("it uses running statistics for more than their new values")
 
 
 def _is_read_later(base: fx.Node, write: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     """Tells whether a tensor from outside of the graph is used after a node has written to it."""
-    same = [
-        node for node in order if node is base or (base.op == node.op == "get_attr" and base.target == node.target)
-    ]
-    later = [user for node in same for user in node.users if order[user] > order[write]]
+    later = [user for node in _same(base) for user in node.users if order[user] > order[write]]
     return any(user.users or (user.op == "call_function" and writes(user)) for user in later)
+
+
+def _is_used_besides(write: fx.Node) -> bool:
+    """Tells whether a tensor that a node overwrites is used for anything but what the node writes.
+
+    Whoever runs the graph may then overwrite the tensor as soon as the new values are known.
+    """
+    readers = {user for node in _same(write.args[0]) for user in node.users} - {write}  # type: ignore[arg-type]
+    waiting = list(readers)
+    while waiting:
+        node = waiting.pop()
+        if node.op == "output" or writes(node):
+            return True
+        waiting += [user for user in node.users if user is not write and user not in readers]
+        readers.update(node.users)
+    return False
+
+
+def _same(tensor: fx.Node) -> list[fx.Node]:
+    """Returns the nodes that give a captured or passed tensor, which the graph may name several times."""
+    if tensor.op != "get_attr":
+        return [tensor]
+    return [node for node in tensor.graph.nodes if node.op == "get_attr" and node.target == tensor.target]
 
 
 def _is_new(node: fx.Node) -> bool:
@@ -316,11 +394,8 @@ def _is_new(node: fx.Node) -> bool:
     return schema is not None and all(result.alias_info is None for result in schema.returns)
 
 
-def _alike(one: fx.Node, other: Any) -> bool:
-    if not isinstance(other, fx.Node):
-        return False
-    first, second = one.meta["val"], other.meta["val"]
-    return bool(first.shape == second.shape and first.dtype is second.dtype)
+def _has_shape(one: fx.Node, other: Any) -> bool:
+    return isinstance(other, fx.Node) and bool(one.meta["val"].shape == other.meta["val"].shape)
 
 
 def copied(traced: fx.GraphModule) -> fx.GraphModule:

@@ -1,6 +1,7 @@
 """Records a convolution and the fused part of its tail as one node of autograd's graph.
 
-Saved are the convolution's result z, the tensors that were passed to the tail, and what the convolution's own
+Saved are what the convolution has stored (its result z, or a function of it from which all gradients can be
+computed; nothing if no gradient reads it), the tensors that were passed to the tail, and what the convolution's own
 gradients need. The gradients of the tail come first, as passes over z; then the convolution's, as without a tail.
 Second derivatives run convolution and tail one after the other in PyTorch.
 """
@@ -27,14 +28,17 @@ class Passes(Protocol):
     needed: tuple[bool, ...]  # which of the passed tensors need a gradient
 
     @property
+    def reads_stored(self) -> bool: ...
+
+    @property
     def read(self) -> list[Tensor]: ...
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, passed: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]: ...
+    ) -> tuple[tuple[Tensor, ...], Tensor, list[Tensor]]: ...
 
     def gradients(
-        self, grads: Sequence[Tensor], saved: Sequence[Tensor], passed: Sequence[Tensor]
+        self, grads: Sequence[Tensor], saved: Sequence[Tensor | None], passed: Sequence[Tensor]
     ) -> list[Tensor | None]: ...
 
     def unfused(self, z: Tensor, passed: Sequence[Tensor], captured: dict[int, Tensor]) -> tuple[Tensor, ...]: ...
@@ -70,9 +74,10 @@ class Chain(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         passed = tensors[:count]
-        results, saved = passes.run(input, weight, bias, convolution, passed)
+        results, stored, saved = passes.run(input, weight, bias, convolution, passed)
         results = tuple(_no_view(each) for each in results)
-        ctx.save_for_backward(input, weight, bias, *passed, *saved)
+        kept = stored if passes.reads_stored else None
+        ctx.save_for_backward(input, weight, bias, *passed, kept, *saved)
         ctx.passes, ctx.captured, ctx.count = passes, tensors[count:], count
         ctx.versions = [(each, each._version) for each in passes.read if not each.is_inference()]
         ctx.call = input.shape, weight.shape, convolution, current_backend()

@@ -283,7 +283,7 @@ def test_a_tail_is_part_of_the_plan() -> None:
     text = str(found)
     assert "tail, in the convolution's kernel: Largest<Value, Number<0, 0>>" in text
     assert "tail, statistics of its result: of 4 norm groups" in text and "tail, in one pass over its result" in text
-    assert "tail, if gradients are recorded, backward in one pass over the plain result: reduces" in text
+    assert "tail, if gradients are recorded, backward in one pass over its result: reduces" in text
     assert found.as_dict()["tail"] == found.tail
 
 

@@ -14,6 +14,7 @@ from preferred import preferring
 from torch import Tensor, nn
 
 import tconv3d
+from tconv3d.api.captures import captures
 from tconv3d.api.fuse import FusedTail
 from tconv3d.planning import planner
 from tconv3d.torch_ops import tail_executor
@@ -262,6 +263,71 @@ def test_settings_of_a_tails_module_are_seen() -> None:
         model(x)
         model.tail.negative_slope = 0.7
         torch.testing.assert_close(model(x), model.tail(model.convolution(x)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["parameter", "buffer", "eps", "mode", "module", "assigned", "number", "hook"])
+def test_what_a_function_captures_may_be_replaced(change: str) -> None:
+    norm, layer, slope = nn.BatchNorm3d(C).eval(), nn.ConvTranspose3d(16, C, 3, stride=2, padding=1), 0.1
+    model, heard = tconv3d.fuse(layer, lambda z: F.leaky_relu(norm(z), slope)), []
+    x, _ = tensors(torch.float32, "contiguous")
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        model(x)
+        if change == "parameter":
+            norm.weight = nn.Parameter(torch.rand(C) + 2)
+        elif change == "buffer":
+            norm.running_mean = torch.rand(C) + 2
+        elif change == "eps":
+            norm.eps = 0.5
+        elif change == "mode":
+            norm.train()
+        elif change == "module":
+            norm = nn.BatchNorm3d(C, eps=0.5).eval()
+        elif change == "assigned":
+            norm.load_state_dict({key: value * 2 + 1 for key, value in norm.state_dict().items()}, assign=True)
+        elif change == "number":
+            slope = 0.5
+        else:
+            norm.register_forward_hook(lambda *_: heard.append(1))
+        reference = copy.deepcopy(norm).double()
+        ours = model(x)
+        assert heard or change != "hook"
+        exact = F.leaky_relu(reference(copy.deepcopy(layer).double()(x.double())), slope)
+    assert (ours.double() - exact).norm() <= 1e-6 * exact.norm()
+    for one, other in zip(norm.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(one.double(), other.double())
+
+
+def test_a_function_of_a_model_captures_the_children_it_names() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.ConvTranspose3d(16, C, 3, stride=2, padding=1), nn.GroupNorm(2, C)
+            self.other = nn.Linear(2, 2)
+            self.blocks = [tconv3d.fuse(self.up, lambda z: F.relu(self.norm(z))), tconv3d.fuse(self.up, self.tail)]
+
+        def tail(self, z: Tensor) -> Tensor:
+            return F.relu(self.norm(z))
+
+    model = Model()
+    for block in model.blocks:
+        assert [each for each in captures(block.tail) if isinstance(each, nn.Module)] == [model, model.norm]
+
+
+def test_a_call_with_gradients_forgets_what_was_computed_from_a_norm() -> None:
+    model = module("BatchNorm, LeakyReLU", torch.float32, training=False)
+    x, _ = tensors(torch.float32, "contiguous")
+    norm = model.tail.batch_norm
+    with tconv3d.use_backend("emulator"):
+        for _ in range(2):
+            with torch.no_grad():
+                model(x)
+        norm.weight.data.mul_(3)  # which PyTorch does not count
+        model(x.requires_grad_()).sum().backward()
+        with torch.no_grad():
+            ours = model(x)
+    with torch.no_grad(), tconv3d.use_backend("torch"):
+        exact = copy.deepcopy(model).double()(x.double())
+    assert (ours.double() - exact).norm() <= 1e-6 * exact.norm()
 
 
 def test_a_number_that_is_read_out_of_a_tensor_is_not_traced() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import poisoned
 from mutants import kernel_from, mutate
-from tail_checks import C, check_gradients, fused, operand
+from sanitizing import sanitized
+from tail_checks import C, check_gradients, check_values, close, fused, operand
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tconv3d
+from tconv3d import emulator
 from tconv3d.tails import between
 from tconv3d.tails.numbers import Assembled, Assembler, CannotAssemble, _levels
 from tconv3d.torch_ops import number_executor
@@ -145,22 +150,101 @@ def test_norms_run_no_operators_between_passes(programs: list[bool]) -> None:
     assert programs and all(programs)
 
 
-def test_running_statistics_are_overwritten(programs: list[bool]) -> None:
-    norm = nn.BatchNorm3d(C)
-    model = fused(norm)
-    x = operand(torch.float32)
-    reference = nn.BatchNorm3d(C)
+def test_pytorch_takes_no_statistics_that_the_convolution_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results with more numbers than programs read are no operands of operators between passes either."""
+    monkeypatch.setattr(between, "MOST_NUMBERS", 100)
+    model, x = fused(nn.BatchNorm3d(C)), operand(torch.float32)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        model(x)
+        with torch.autograd.profiler.profile() as profiled:
+            model(x)
+    assert not {"aten::var_mean", "aten::mean"} & {each.name for each in profiled.function_events}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [nn.BatchNorm3d, nn.InstanceNorm3d])
+def test_running_statistics_are_overwritten(kind: Any, dtype: torch.dtype, programs: list[bool]) -> None:
+    norm = kind(C, momentum=0.3, track_running_stats=True)
+    model = fused(norm, dtype)
+    x = operand(dtype)
+    reference = copy.deepcopy(model).double()
     versions = [norm.running_mean._version, norm.num_batches_tracked._version]  # type: ignore[union-attr]
     for _ in range(2):
         with torch.no_grad(), tconv3d.use_backend("torch"):
-            reference(model.convolution(x))
+            reference(x.double())
         with torch.no_grad(), tconv3d.use_backend("emulator"), poisoned():
             model(x)
-    for ours, theirs in zip(norm.buffers(), reference.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert norm.running_mean._version > versions[0]  # type: ignore[union-attr]
-    assert norm.num_batches_tracked._version > versions[1]  # type: ignore[union-attr]
+    for ours, exact in zip(norm.buffers(), reference.buffers(), strict=True):
+        close(ours, exact)
+    assert norm.running_mean._version > versions[0]
+    assert kind is nn.InstanceNorm3d or norm.num_batches_tracked._version > versions[1]
     assert programs == [True]
+
+
+def test_sums_of_tensors_at_any_address() -> None:
+    """A pass leaves more sums of a channel if an address is no multiple of 16 bytes."""
+    torch.manual_seed(3)
+    layer, norm = nn.ConvTranspose3d(4, 4, 2, stride=2), nn.GroupNorm(2, 4)
+    model = tconv3d.fuse(layer, lambda z, skip: F.silu(norm(z + skip)))
+    x, memory = torch.randn(1, 4, 4, 6, 8), torch.randn(4 * 8 * 12 * 16 + 1)
+    for offset in (0, 1, 0):
+        skip = memory[offset : offset + 4 * 8 * 12 * 16].view(1, 4, 8, 12, 16)
+        with tconv3d.use_backend("emulator"), poisoned():
+            ours = model(x.requires_grad_(), skip)
+        assert type(ours.grad_fn).__name__ == "ChainBackward"
+        exact = F.silu(copy.deepcopy(norm).double()(copy.deepcopy(layer).double()(x.double()) + skip.double()))
+        close(ours.detach(), exact.detach())
+
+
+@pytest.mark.parametrize("of", [lambda z: z, lambda z: z.mean((2, 3, 4), keepdim=True)], ids=["volume", "numbers"])
+def test_sums_of_truth_values_are_true(of: Callable[[Tensor], Tensor]) -> None:
+    model = fused(lambda z: z * ((of(z) > 0) + (of(z) > -9)).float() - z * ((of(z) > 0) & ~(of(z) > 9)))
+    assert not check_values(model, operand(torch.float32)).pytorch
+
+
+class OldMean(nn.Module):
+    """BatchNorm whose old running mean is used behind another norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm3d(C), nn.GroupNorm(2, C)
+
+    def forward(self, z: Tensor) -> Tensor:
+        assert self.first.running_mean is not None
+        old = torch.exp(self.first.running_mean)
+        return self.second(F.relu(self.first(z))) * old[:, None, None, None]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_old_running_statistics_are_used(gradients: bool) -> None:
+    model, x = fused(OldMean()), operand(torch.float32).requires_grad_(gradients)
+    reference = copy.deepcopy(model).double()
+    for _ in range(2):
+        with torch.set_grad_enabled(gradients), tconv3d.use_backend("torch"):
+            exact = reference(x.detach().double())
+        with torch.set_grad_enabled(gradients), tconv3d.use_backend("emulator"):
+            close(model(x).detach(), exact.detach(), 2)
+
+
+def test_what_a_thread_overwrites_no_other_thread_reads() -> None:
+    def normed(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return s.copy_(s - s[:, :1] + a.sum(0))
+
+    given = operands()
+    graph = make_fx(normed)(*given).graph
+    nodes = list(graph.nodes)
+    tensors = dict(zip([node for node in nodes if node.op == "placeholder"], given, strict=True))
+    inner = [node for node in nodes if node.op == "call_function"]
+    (write,) = [node for node in inner if node.target is torch.ops.aten.copy_.default]
+    with pytest.raises(CannotAssemble):
+        Assembler(inner, tensors, {}, {}).assembled([], [], torch.float32, [], [write])
+
+
+def test_tensors_without_elements_are_left_to_pytorch() -> None:
+    model = fused(lambda z, s: (F.relu(z), s[:, :0]))
+    x, s = operand(torch.float32), torch.randn(2, C)
+    with torch.no_grad(), tconv3d.use_backend("emulator"):
+        assert model(x, s)[1].shape == (2, 0)
 
 
 MUTANTS = {
@@ -168,6 +252,7 @@ MUTANTS = {
         "        __syncthreads();\n      }\n    }\n    __syncthreads();",
         "      }\n    }",
     ),
+    "warps do not wait for each other": ("of_warps[thread / 32] = sum;\n        __syncthreads();", ";"),
     "a sum begins one element late": ("int k = thread % team;", "int k = thread % team + 1;"),
     "a team forgets its other warps": ("for (int k = 1; k < team / 32; ++k)", "for (int k = 1; k < 1; ++k)"),
     "sums are not divided": ("sum / args.numbers[divisor]", "sum"),
@@ -179,7 +264,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if "wait" not in name])
+@pytest.mark.parametrize("name", MUTANTS)
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
     text, replacement = MUTANTS[name]
     mutate("numbers", text, replacement, tmp_path / "mutant")
@@ -187,3 +272,21 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
         for each in ("sums", "groups", "sum of sums", "orders"):
             test_values(each, torch.float32)
         test_sums_of_any_length(700)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_sanitizers_find_nothing() -> None:
+    child = subprocess.run([sys.executable, __file__], env=sanitized(), capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split() == ["checked"]
+
+
+if __name__ == "__main__":
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    for each in FUNCTIONS:
+        test_values(each, torch.float32)
+    for length in (1, 700):
+        test_sums_of_any_length(length)
+    test_sums_of_tensors_at_any_address()
+    print("checked")

@@ -38,6 +38,8 @@ TAILS: dict[str, Z] = {
     "variance over channels": lambda z: (z - z.mean(1, True)) * torch.rsqrt(z.var(1, False, keepdim=True) + 0.1),
     "normalized over channels": lambda z: F.normalize(torch.lerp(z, torch.tanh(z), 0.3), 1),
     "mean over channels, spread again": lambda z: (z.mean(1, True) + torch.arange(C).view(C, 1, 1, 1) / C).softmax(1),
+    "of one number": lambda z: F.silu(z).logsumexp(1, True).max(1, True)[0].mean(1).neg(),
+    "of one number, kept": lambda z: torch.tanh(z.sum(1, keepdim=True).sum(1, keepdim=True)).softmax(1) * z,
     "several in a row": lambda z: (z.softmax(1) * 3).log_softmax(-1).mean((2, 3, 4)),
 }
 KINDS = {
@@ -131,6 +133,22 @@ def test_gradients_of_what_follows_a_norm(name: str, norm: nn.Module) -> None:
     assert sum("backward in one pass" in text for text in texts) <= 4 and not any("PyTorch" in text for text in texts)
 
 
+def test_reductions_of_one_number_are_no_passes() -> None:
+    """What is left is the first reduction; the index of one number is asked for, so that it stays."""
+    once, again = (
+        fused(lambda z: z.logsumexp(1, True)),
+        fused(lambda z: torch.max(z.logsumexp(1, True).sum(1, keepdim=True), 1)[0].unsqueeze(1).logsumexp(-4).neg()),
+    )
+    x = operand(torch.float32).requires_grad_()
+    with tconv3d.use_backend("emulator"):
+        passes = [model.report(x) for model in (once, again)]
+    assert len(passes[0].passes) == len(passes[1].passes) == 1
+    assert len(passes[0].gradients) == len(passes[1].gradients)
+    check_gradients(again, x, 4)
+    model = fused(lambda z: torch.max(z.mean(1, keepdim=True), 1)[1])
+    assert check_values(model, operand(torch.float32)).passes
+
+
 def test_gradients_in_16_bits() -> None:
     check_gradients(fused(TAILS["softmax"], torch.bfloat16), operand(torch.bfloat16, LAST), 2)
     check_gradients(fused(lambda z: torch.max(F.silu(z), 1)[0], torch.float16), operand(torch.float16), 20)
@@ -197,6 +215,19 @@ def test_tensors_of_every_kind_ride_along() -> None:
     z = F.conv_transpose3d(x, layer.weight, layer.bias, 2, 1)
     torch.testing.assert_close(ours, ((z * scale + residual) * mask).softmax(1) * mask)
     assert len(report.passes) == 1 and not report.pytorch
+
+
+class Peak(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return z.amax((2, 3, 4))
+
+
+@pytest.mark.parametrize("behind", [(), (nn.SiLU(), nn.InstanceNorm3d(32, affine=True))], ids=["", "another"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d(32), nn.GroupNorm(4, 32)], ids=["BatchNorm", "GroupNorm"])
+def test_the_largest_normed_number_of_space_gets_the_gradient(norm: nn.Module, behind: tuple[nn.Module, ...]) -> None:
+    """Gradients find it by comparing numbers with it, which must come out alike forward and backward."""
+    model = fused(nn.Sequential(norm, *behind, Peak()), channels=32)
+    check_gradients(model, operand(torch.float32), 10)  # the gradient of the convolution's bias is 0
 
 
 def test_what_is_no_axis_is_left_to_pytorch() -> None:

@@ -268,8 +268,8 @@ class _Maker:
         call = self.x, self.weight, self.bias, self.convolution
 
         def forward() -> tuple[Tensor, ...]:
-            (result,), needed = passes.run(*call, (), runner=recording)
-            return result, *needed
+            (result,), z, saved = passes.run(*call, (), runner=recording)
+            return result, z, *saved
 
         recording.run(forward)
         tensors = [recording.tensor(ref) for ref in recording.results]
