@@ -278,7 +278,8 @@ struct FewInputs {
 
   // Whether a lane's channel, so many behind its first, exists.
   static __device__ __forceinline__ bool has_channel(int out, int further) {
-    return C::kOutPerGroup % (8 * C::kPassTiles) == 0 || out + further < C::kOutPerGroup;
+    // The last block may have passes without a channel even if the channels of a group are whole passes.
+    return C::kOutPerGroup % C::kBlockOut == 0 || out + further < C::kOutPerGroup;
   }
 
   // The outputs of one channel, contiguous along w: number `which` of those of a lane.

@@ -12,16 +12,18 @@ from few_channels_layers import DTYPES, LAYERS, T1, T2, T3, swapped
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import TRAPS, Layer, assert_right, passes, poisoned, tensor_core_error
+from layers import TRAPS, Layer, assert_right, guarded, passes, poisoned, tensor_core_error
 from preferred import only, preferring
 from problems import A100, H200, problem
 from registers import report_of
 from torch import Tensor
 
 from tconv3d.families.few_channels import inputs as few_inputs_planner
+from tconv3d.families.few_channels.tiles import Taps
 from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
+from tconv3d.planning.side import Side
 from tconv3d.torch_ops import executor
 
 
@@ -107,6 +109,25 @@ def test_unaligned_and_strided_operands(few_inputs: str) -> None:
         check(layer, operands, torch.ones((), dtype=dtype, device=few_inputs).expand(grad.shape))
         turned = operands[1].permute(1, 0, 4, 3, 2).contiguous().permute(1, 0, 4, 3, 2)
         check(layer, [operands[0], turned], grad)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "with moments"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_passes_of_the_last_block_without_a_channel(dtype: torch.dtype, norm: bool, few_inputs: str) -> None:
+    """Three whole passes of channels in blocks of two: the last block has a pass behind the last channel."""
+    layer = Layer(2 if dtype is torch.float32 else 4, 384, (1, 2, 8), T3, padding=T1, batch=2)
+    layout = few_inputs_planner.Layout(Taps.of(Side.of(problem(layer, Pass.FORWARD, str(dtype)[6:]))))
+    assert layout.kinds * layout.passes == 4 and layout.along_w and not layout.spread
+    assert layout.side.outs == 3 * 8 * layout.pass_tiles
+    operands = layer.operands(dtype, few_inputs)
+    if norm:
+        with poisoned(), guarded():
+            got = executor.forward_with_statistics(operands[0], operands[1], operands[2], 6, 1e-5, layer.settings)[0]
+        exact = F.conv_transpose3d(*(each.double() for each in operands), padding=1).relu()
+        assert (got.double() - exact).abs().max() < 0.02
+        return
+    with guarded():
+        check(layer, operands)
 
 
 @pytest.mark.slow
