@@ -24,6 +24,7 @@ from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
 from tconv3d.planning.side import Side
+from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
 
@@ -201,3 +202,16 @@ def test_compiles_without_spills(name: str) -> None:
             launch = few_inputs_planner.plan(problem(layer, which, dtype), H200).launches[0]
             report = report_of(launch)
             assert report.spill_stores == 0 and report.stack_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_operands_of_16_bits_do_not_spill(arch: str) -> None:
+    """Two vectors and two whole tensors, whose numbers take as many registers as the sums of a portion."""
+    term = "tconv3d::Sum<tconv3d::Product<tconv3d::Value, tconv3d::Vectored<0>>, tconv3d::Vectored<1>>"
+    tail = f"tconv3d::Sum<{term}, tconv3d::Product<tconv3d::Whole<0>, tconv3d::Whole<1>>>"
+    layer = Layer(4, 24, (16, 32, 32), T3, T2, T1, batch=64)
+    wanted = replace(problem(layer, Pass.FORWARD, "bfloat16"), tail=tail, tail_vectors=2, tail_wholes=2)
+    with only("few_inputs", "direct"), preferring("few_inputs"):
+        launch = planner.plan(wanted, H200).launches[0]
+    assert launch.kernel == "few_inputs"
+    assert compiler.compile(launch.kernel, launch.constants, arch).report.spill_stores == 0
