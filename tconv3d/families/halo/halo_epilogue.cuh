@@ -273,7 +273,8 @@ struct HaloEpilogue {
           for (int k = 0; k < kOwn; ++k) own[i][k] = sums[k / 2 * 4 + k % 2];
           runs[i] = run_of_channels<kGroup, kField, kFirst>(args, at, to, lane);
         });
-        finish_with<Config, true, Config::kAlignedPairs ? Lie::kAsVector : Lie::kAnyhow>(args, runs, same, own);
+        finish_with<Config, true, Config::kAlignedPairs ? Lie::kAsVector : Lie::kAnyhow>(args, runs, same,
+                                                                                         own);
         static_for<kRuns>([&](auto i) {
           float* const sums = first + (field(kStart + decltype(i)::value) * Config::kOutTile + kFirst) / 2;
 #pragma unroll

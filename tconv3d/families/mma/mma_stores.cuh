@@ -31,8 +31,8 @@ struct MmaStores {
   __device__ __forceinline__ void finish_all(const OutputRun (&runs)[kRuns],
                                              float (&sums)[kRuns][kCount]) const {
     if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels)
-      finish_runs<C, kChannels, kChannels && C::kVectorStores ? Lie::kAsVector : Lie::kAnyhow>(tile.args, runs,
-                                                                                               sums);
+      finish_runs<C, kChannels, kChannels && C::kVectorStores ? Lie::kAsVector : Lie::kAnyhow>(tile.args,
+                                                                                               runs, sums);
   }
   template <int kCount>
   static __device__ __forceinline__ Vector<Out, kCount> narrowed(const float (&sums)[kCount]) {
