@@ -55,7 +55,8 @@ class Case:
     # "relu", "norm" for ReLU and GroupNorm, or one of TAILS (`fuse`): vectors and residuals, alone or with SiLU, or a
     # softmax or the largest number over channels, behind them
     epilogue: str = ""
-    vector_count: int = 1  # numbers per channel and batch item that a tail reads: the first is a factor, others are added
+    # Numbers per channel and batch item that a tail reads: the first is a factor, others are added.
+    vector_count: int = 1
     residuals: tuple[str, ...] = ("whole",)  # names in RESIDUALS of the tensors that a tail adds
     residual_type: str = ""  # type of the residuals; that of the result if it is empty
     norm_groups: int = 1

@@ -28,8 +28,8 @@ MOST_ELEMENTS = 150_000  # most elements of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
 # Kinds of layers with their draw weights: any layer, and four kinds for which there are special kernel families,
-# up-convolutions, few channels on a side, small groups and rows of whole vectors of channels, mostly with dense tensors
-# of one layout at multiples of 16 bytes.
+# up-convolutions, few channels on a side, small groups and rows of whole vectors of channels, mostly with dense
+# tensors of one layout at multiples of 16 bytes.
 KINDS = {"any": 12, "up": 4, "few": 4, "groups": 2, "rows": 2}
 # Epilogues with their draw weights.
 EPILOGUES = {"": 5, "relu": 2, "norm": 4, "tail": 4, "silu": 1, "softmax": 1, "largest": 1}

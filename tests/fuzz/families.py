@@ -28,8 +28,9 @@ class Favour(NamedTuple):
     weight: int = 2  # how often it is drawn
 
 
-# For volumes as small as the emulator's, the direct kernels are predicted to win nearly always: passes that no favoured
-# kernel can compute have the kernels for special layers, the first that can, unless the case asks for the cheapest.
+# For volumes as small as the emulator's, the direct kernels are predicted to win nearly always: passes that no
+# favoured kernel can compute have the kernels for special layers, the first that can, unless the case asks for the
+# cheapest.
 SPECIAL = (
     "up",
     "few_outputs",

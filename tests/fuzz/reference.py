@@ -60,7 +60,7 @@ def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor)
 
 
 def with_operands(z: Tensor, tail: Tensors) -> Tensor:
-    """Returns z with the operands of a tail: times the first vector, and plus each other one, halved or doubled before.
+    """Returns z with the operands of a tail: times the first vector, then halved or doubled and plus each other one.
 
     No operand is computed with before it meets z, so that a kernel reads it as it is.
     """
@@ -82,7 +82,8 @@ def _behind_operands(case: Case, values: Tensor, allowed: Tensor) -> tuple[Tenso
     if case.epilogue == "silu":
         exact = values * values.sigmoid()
         rounded = 2 * unit + (FAST_EXPONENTIAL if case.dtype not in ("float32", "float64") else 0.0)
-        return exact, 1.1 * allowed + rounded * exact.abs() + torch.finfo(torch.float32).tiny  # its slope is below 1.1
+        # The slope of SiLU is below 1.1.
+        return exact, 1.1 * allowed + rounded * exact.abs() + torch.finfo(torch.float32).tiny
     if case.epilogue == "softmax":
         exact = values.softmax(1)
         spread = allowed + (exact * allowed).sum(1, keepdim=True)

@@ -48,7 +48,8 @@ class Search:
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in ("plans", "type", "epilogue", "family", "path")}
+        kinds = ("plans", "type", "epilogue", "family", "path")
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in kinds}
         self.run_cases = self.layers = 0
         self.failures: list[Failure] = []
         self._numbers, self._lock = itertools.count(), threading.Lock()

@@ -1,4 +1,4 @@
-"""Layers with one to three channels on a side, which `mma` and `halo` compute with most of a matrix instruction idle."""
+"""Layers with one to three channels on a side, computed by `mma` and `halo` with most of an instruction idle."""
 
 from __future__ import annotations
 
