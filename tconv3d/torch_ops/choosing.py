@@ -127,7 +127,7 @@ def measures(wanted: Wanted, offers: Sequence[Offer], device: Device, benchmark:
     if when_measured() == "always" or benchmark or not calibration.calibrated(device):
         return True
     least = fastest(tuple(wanted), offers) or ()
-    if any(offer.surcharge > 1 for offer in least):
+    if any(offer.taken.surcharge > 1 for offer in least):
         return True
     predicted = sum(offer.microseconds for offer in least)
     if any(offer.microseconds < CLOSE * predicted for offer in offers if offer.kernel == PYTORCH):
