@@ -360,15 +360,14 @@ def _price(offer: Offer, taken: Offer) -> str:
             "its time is not known before it is timed on a GPU" if offer.kernel == PYTORCH else "no build of it fits"
         )
     text = f"predicted to take {offer.microseconds:.3g} us"
-    if offer.surcharge == 1.0:
+    surcharge = offer.taken.surcharge
+    if surcharge == 1.0:
         return text
-    if isinf(offer.surcharge):
+    if isinf(surcharge):
         return f"{text}; it is not taken by prediction, because nobody has measured it on this GPU"
     if offer.kernel != PYTORCH:
         return f"{text} by rates derived from another kernel's; it is taken if {offer.price:.3g} us is the least"
-    return (
-        f"{text}; its predictions are right within a factor of {offer.surcharge:.2g}, and it is taken if that is less"
-    )
+    return f"{text}; its predictions are right within a factor of {surcharge:.2g}, and it is taken if that is less"
 
 
 def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanation:

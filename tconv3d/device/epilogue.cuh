@@ -247,9 +247,13 @@ struct WholeValues<Config, kCount, kIndex, true> {
   }
 };
 
+// How the outputs of a run lie in memory: anyhow, or all exist, if any does, as neighbours at a multiple of
+// their number.
+enum class Lie { kAnyhow, kAsVector };
+
 // Loads whole tensor kIndex for several runs: each run by one access, or each element by its own. That is one
 // branch around loads that are all independent of each other.
-template <class Config, bool kChannels, int kIndex, int kCount, int kRuns, class Arguments>
+template <class Config, bool kChannels, Lie kLie, int kIndex, int kCount, int kRuns, class Arguments>
 __device__ __forceinline__ void load_whole(const Arguments& args, const OutputRun (&runs)[kRuns],
                                            WholeValues<Config, kCount> (&to)[kRuns]) {
   using Kind = decltype(Config::Epilogue::template kind<kIndex, typename Config::Scalar>());
@@ -265,7 +269,11 @@ __device__ __forceinline__ void load_whole(const Arguments& args, const OutputRu
     places |= exists ? static_cast<unsigned>(own[r].place) : 0u;
   }
   // Whole tensors begin at multiples of 16 bytes, as y does.
-  if (kCount == 1 || (together && places % kCount == 0)) {
+  const bool vectors = kCount == 1 || (together && places % kCount == 0);
+  // What has one element for all channels of a run has no neighbours there.
+  constexpr bool kVectors = kLie == Lie::kAsVector && !(kChannels && Kind::kSharing > 1);
+  if constexpr (kVectors) TCONV3D_ASSUME(vectors);
+  if (kVectors || vectors) {
 #pragma unroll
     for (int r = 0; r < kRuns; ++r)
       to[r].template of<kIndex>() = load_vector_if<kCount>(runs[r].present > 0, whole + own[r].place);
@@ -280,11 +288,11 @@ __device__ __forceinline__ void load_whole(const Arguments& args, const OutputRu
     }
   }
 }
-template <class Config, bool kChannels, int kCount, int kRuns, class Arguments>
+template <class Config, bool kChannels, Lie kLie, int kCount, int kRuns, class Arguments>
 __device__ __forceinline__ void load_wholes(const Arguments& args, const OutputRun (&runs)[kRuns],
                                             WholeValues<Config, kCount> (&to)[kRuns]) {
   static_for<OperandCounts<typename Config::Epilogue>::kWholes>(
-      [&](auto index) { load_whole<Config, kChannels, decltype(index)::value>(args, runs, to); });
+      [&](auto index) { load_whole<Config, kChannels, kLie, decltype(index)::value>(args, runs, to); });
 }
 
 // Calls the whole tensors of a run of kCount outputs into L2, without waiting for them. Of neighbouring runs,
@@ -328,19 +336,21 @@ __device__ __forceinline__ void apply_to_run(
 
 // Applies an epilogue with operands to runs of sums, in place. kChannels: a run has neighbouring channels.
 // `vectors` are those of the channels of each run.
-template <class Config, bool kChannels, class Acc, int kCount, int kRuns, class Arguments>
+template <class Config, bool kChannels, Lie kLie = Lie::kAnyhow, class Acc, int kCount, int kRuns,
+          class Arguments>
 __device__ __forceinline__ void finish_with(
     const Arguments& args, const OutputRun (&runs)[kRuns],
     const ChannelVectors<Config, Acc, (kChannels ? kCount : 1)> (&vectors)[kRuns],
     Acc (&sums)[kRuns][kCount]) {
   WholeValues<Config, kCount> wholes[kRuns];
-  load_wholes<Config, kChannels>(args, runs, wholes);
+  load_wholes<Config, kChannels, kLie>(args, runs, wholes);
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) apply_to_run<Config, kChannels>(vectors[r], wholes[r], sums[r]);
 }
 
 // Applies the epilogue of Config to runs of sums, in place.
-template <class Config, bool kChannels, class Acc, int kCount, int kRuns, class Arguments>
+template <class Config, bool kChannels, Lie kLie = Lie::kAnyhow, class Acc, int kCount, int kRuns,
+          class Arguments>
 __device__ __forceinline__ void finish_runs(const Arguments& args, const OutputRun (&runs)[kRuns],
                                             Acc (&sums)[kRuns][kCount]) {
   using Epilogue = typename Config::Epilogue;
@@ -356,7 +366,7 @@ __device__ __forceinline__ void finish_runs(const Arguments& args, const OutputR
 #pragma unroll
     for (int r = 0; r < kRuns; ++r)
       vectors[r] = Vectors::load(args, runs[r].n, runs[r].channel, runs[r].present);
-    finish_with<Config, kChannels>(args, runs, vectors, sums);
+    finish_with<Config, kChannels, kLie>(args, runs, vectors, sums);
   }
 }
 

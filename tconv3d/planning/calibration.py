@@ -37,6 +37,7 @@ REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured r
 INSTRUCTIONS = 0.7  # per operation of a program over channels; a softmax has 12 operations and takes 8 instructions
 SHARING = 4  # lanes that share the channels of a position
 LANES = 128  # instructions that a multiprocessor issues per cycle, each for one lane
+NARROW = 4  # least channels per group on each side of the layers whose times on tensor cores are known
 DERIVED_SURCHARGE = 1.2  # price over predicted time of a kernel with derived rates, unless these say another
 CONTIGUOUS, ODD_LINES = "contiguous", "odd lines"  # layouts in the names of kinds
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
@@ -88,6 +89,15 @@ def microseconds(kernel: str, problem: Problem, work: Work, device: Device, kind
         return inf
     rates = rates_of(kernel, kind or kind_of(problem), device, work.tensor_cores)
     return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
+
+
+def narrow_surcharge(problem: Problem) -> float:
+    """Returns the factor on the price of kernels for wide layers that also take layers of few channels.
+
+    Their models were fitted to layers with at least NARROW channels on each side, and no GPU has timed others.
+    """
+    g = problem.geometry
+    return DERIVED_SURCHARGE if min(g.in_per_group, g.out_per_group) < NARROW else 1.0
 
 
 def pass_microseconds(problem: Problem, device: Device) -> float:

@@ -49,6 +49,11 @@ class Offer:
         return self.kind or calibration.kind_of(self.problem)
 
     @cached_property
+    def taken(self) -> Offer:
+        """The offer that is carried out: this one, unless it stands for several ways (`statistics.py`)."""
+        return self
+
+    @cached_property
     def microseconds(self) -> float:
         """The predicted time in microseconds; infinite if nobody has measured such a call."""
         own = calibration.microseconds(self.kernel, self.problem, self.work(), self.device, self.kind)

@@ -140,7 +140,7 @@ def most_timed(wanted: Wanted, offers: Sequence[Offer], device: Device, benchmar
     if when_measured() == "always" or benchmark or not calibration.calibrated(device):
         return BEST
     least = fastest(tuple(wanted), offers) or ()
-    if any(offer.surcharge > 1 for offer in least):
+    if any(offer.taken.surcharge > 1 for offer in least):
         return BEST
     predicted = sum(offer.microseconds for offer in least)
     theirs = [offer for offer in offers if offer.kernel == PYTORCH]

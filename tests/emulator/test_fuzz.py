@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz import draw, shrink
-from fuzz.case import GRADIENTS, Case, Memory, line, parse
+from fuzz.case import GRADIENTS, RESIDUALS, TAILS, Case, Memory, line, parse
 from fuzz.families import FAVOURED
 from fuzz.guards import PAGE, Guards
 from fuzz.search import Search
@@ -132,6 +132,10 @@ KEPT: dict[str, list[Case]] = {
         )
         for size, offset in (((2, 5, 17), 0), ((2, 2, 17), 1))
     ],
+    "a pass of the last block behind the last channel": [
+        Case(Layer(2, 384, (2, 8, 8), (3, 3, 3), padding=(1, 1, 1), batch=1), epilogue=epilogue, at_end=True)
+        for epilogue in ("", "norm")
+    ],
 }
 
 
@@ -199,6 +203,12 @@ def test_draws_reach_what_they_are_for() -> None:
         )
         if met
     }
+    assert {case.epilogue for case in cases} == set(draw.EPILOGUES)
+    tails = [case for case in cases if case.epilogue in TAILS]
+    assert {case.vector_count for case in tails} == {0, 1, 2, 3, 5, 8}
+    assert {len(case.residuals) for case in tails} == set(range(5))
+    assert {kind for case in tails for kind in case.residuals} == set(RESIDUALS)
+    assert {case.residual_type for case in tails} == {"", "bfloat16", "float16"}
     assert {case.layer.batch for case in cases} == {0, 1, 2, 3, 5}
     assert {name for case in cases for name in case.wanted} == set(GRADIENTS)
     assert {case.input.offset for case in cases if case.dtype == "float16"} == set(range(8))

@@ -102,8 +102,8 @@ TWINS = (
     Twin(
         "few_inputs",
         "few_inputs",
-        "d >= args.y_size.d || h >= args.y_size.h",
-        "d >= args.y_size.d || h + 1 >= args.y_size.h",
+        "h < args.y_size.h && w < args.y_size.w;",
+        "h + 1 < args.y_size.h && w < args.y_size.w;",
         Case(Layer(4, 24, (3, 4, 8), T3, T2, T1)),
     ),
     Twin(

@@ -36,7 +36,9 @@ class Memory:
 PLAIN = Memory()
 
 
-TAILS = ("tail", "softmax", "largest")
+TAILS = ("tail", "silu", "softmax", "largest")
+# Shapes of the whole tensors that a tail reads: the result's, or with one batch item, one channel, or one of each.
+RESIDUALS = ("whole", "item", "channel", "one")
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,13 @@ class Case:
     dtype: str = "tf32"  # as in tconv3d.tools.bench.precision: "float32" is strict
     plans: str = ""
     favoured: str = ""  # kernel family of `families.FAVOURED` whose limits on volumes are lifted
-    # "relu", "norm" for ReLU and GroupNorm, or one of TAILS (`fuse`): a factor per channel and batch item and a
-    # residual, alone or with a softmax or the largest number over channels behind them
+    # "relu", "norm" for ReLU and GroupNorm, or one of TAILS (`fuse`): vectors and residuals, alone or with SiLU, or a
+    # softmax or the largest number over channels, behind them
     epilogue: str = ""
+    # Numbers per channel and batch item that a tail reads: the first is a factor, others are added.
+    vector_count: int = 1
+    residuals: tuple[str, ...] = ("whole",)  # names in RESIDUALS of the tensors that a tail adds
+    residual_type: str = ""  # type of the residuals; that of the result if it is empty
     norm_groups: int = 1
     affine: bool = True  # whether the norm has weight and bias
     wanted: tuple[str, ...] = ()  # names in GRADIENTS
@@ -60,7 +66,7 @@ class Case:
     short: bool = False  # the first workspace of the backward pass cannot be allocated
     input: Memory = PLAIN
     weight: Memory = PLAIN
-    grad: Memory = PLAIN  # layout of the output gradient, and of the residual of a tail
+    grad: Memory = PLAIN  # layout of the output gradient, and of the residuals of a tail
     vectors: Memory = PLAIN  # layout of the biases and of the norm's weight
     at_end: bool = True  # tensors end at the guard after them; else they begin at the guard before them
     order: str = "forward"  # order in which the emulator runs threads

@@ -11,13 +11,14 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from random import Random
+from typing import Any
 
 from layers import Layer, Triple
 
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import ITEM_BYTES
 
-from .case import DIMENSIONS, GRADIENTS, PLAIN, TAILS, Case, Memory
+from .case import DIMENSIONS, GRADIENTS, PLAIN, RESIDUALS, TAILS, Case, Memory
 from .families import FAVOURED
 
 CASES = 12  # cases of one draw
@@ -26,10 +27,12 @@ PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # limits on the products of a pas
 MOST_ELEMENTS = 150_000  # most elements of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
-# Kinds of layers with their draw weights: any layer, and three kinds for which there are special kernel families,
-# up-convolutions, small groups and rows of whole vectors of channels, mostly with dense tensors of one layout at
-# multiples of 16 bytes.
-KINDS = {"any": 14, "up": 4, "groups": 2, "rows": 2}
+# Kinds of layers with their draw weights: any layer, and four kinds for which there are special kernel families,
+# up-convolutions, few channels on a side, small groups and rows of whole vectors of channels, mostly with dense
+# tensors of one layout at multiples of 16 bytes.
+KINDS = {"any": 12, "up": 4, "few": 4, "groups": 2, "rows": 2}
+# Epilogues with their draw weights.
+EPILOGUES = {"": 5, "relu": 2, "norm": 4, "tail": 4, "silu": 1, "softmax": 1, "largest": 1}
 WIDTH = 12  # least width of layers with small groups; narrower ones go to other families
 
 # Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
@@ -52,7 +55,7 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     dtype = random.choice(DTYPES if kind == "any" else DTYPES[:4])
     layer = _layer(random, kind)
-    epilogue = random.choices(("", "relu", "norm", *TAILS), (6, 2, 2, 2, 1, 1))[0]
+    epilogue = random.choices(list(EPILOGUES), list(EPILOGUES.values()))[0]
     if dtype == "float32" and epilogue == "norm":
         layer = replace(
             layer, bias=True
@@ -61,10 +64,11 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
         layer,
         dtype=dtype,
         plans="" if here else random.choice(plans[1:]),
-        favoured=random.choice(list(FAVOURED)),
+        favoured=random.choices(list(FAVOURED), [favour.weight for favour in FAVOURED.values()])[0],
         epilogue=epilogue,
         norm_groups=random.choice([n for n in range(1, layer.out_channels + 1) if layer.out_channels % n == 0]),
         affine=random.random() < 0.8,
+        **(_operands(random, dtype) if epilogue in TAILS else {}),
     )
     possible = [name for name in GRADIENTS if has(base, name)]
     subsets = [
@@ -74,6 +78,14 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     wanted = [(), tuple(possible), random.choice(subsets)] if epilogue not in TAILS[1:] else [(), (), ()]
     views = [_views(random) if kind == "any" else _dense_views(random) for _ in range(2)]
     return [_case(random, base, wanted, views, kind != "any") for _ in range(count)]
+
+
+def _operands(random: Random, dtype: str) -> dict[str, Any]:
+    """Draws what a tail reads besides the result of the convolution."""
+    vectors, wholes = random.choice((0, 1, 1, 1, 2, 3, 5, 8)), random.choice((0, 1, 1, 1, 2, 3, 4))
+    residuals = random.choices(RESIDUALS, (5, 1, 1, 1), k=max(wholes, 1 - vectors))
+    other = random.choice(("", "", "bfloat16", "float16")) if dtype in ("tf32", "float32") else ""
+    return {"vector_count": vectors, "residuals": tuple(residuals), "residual_type": other if residuals else ""}
 
 
 def has(case: Case, name: str) -> bool:
@@ -127,6 +139,11 @@ def _channels(random: Random, of: str) -> tuple[int, int, int]:
     """Draws input channels, output channels and groups."""
     if of == "up":
         return 8 * random.randint(1, 10), 8 * random.randint(1, 10), 1
+    if of == "few":
+        groups, few = random.choice((1, 1, 1, 2)), random.randint(1, 4)
+        many = max(random.choice((random.randint(8, 40), 8 * random.randint(1, 6))), 4 * few)
+        ins, outs = random.choice(((few, many), (few, many), (many, few)))
+        return groups * ins, groups * outs, groups
     if of == "groups":
         groups = 2 * random.randint(1, 4)
         return groups * random.choice((2, 3, 4, 8)), groups * random.choice((2, 4, 5, 8)), groups
@@ -201,7 +218,8 @@ def _moved(random: Random, memory: Memory, dtype: str) -> Memory:
 def _case(
     random: Random, base: Case, wanted: list[tuple[str, ...]], views: list[dict[str, Memory]], dense: bool
 ) -> Case:
-    chosen = random.choices(wanted, (2, 3, 3))[0]
+    # Kernels have the operands of a tail in calls without gradients.
+    chosen = random.choices(wanted, (8, 3, 3) if base.epilogue in TAILS else (2, 3, 3))[0]
     memory = random.choice(views)
     if not dense or random.random() < 0.2:
         memory = {name: _moved(random, each, base.dtype) for name, each in memory.items()}

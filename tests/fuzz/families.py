@@ -17,6 +17,7 @@ from preferred import priced
 from tconv3d.families.depthwise import tiles as depthwise_tiles_planner
 from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
+from tconv3d.planning.problem import Plan, Problem
 
 
 class Favour(NamedTuple):
@@ -24,10 +25,12 @@ class Favour(NamedTuple):
 
     kernels: tuple[str, ...] = ()
     limits: tuple[tuple[ModuleType, dict[str, Any]], ...] = ()
+    weight: int = 2  # how often it is drawn
 
 
-# For volumes as small as the emulator's, the direct kernels are predicted to win nearly always: cases that favour
-# nothing else have the kernels for special layers, the first that can compute a pass.
+# For volumes as small as the emulator's, the direct kernels are predicted to win nearly always: passes that no
+# favoured kernel can compute have the kernels for special layers, the first that can, unless the case asks for the
+# cheapest.
 SPECIAL = (
     "up",
     "few_outputs",
@@ -42,8 +45,10 @@ SPECIAL = (
     "depthwise",
 )
 FAVOURED: dict[str, Favour] = {
-    "": Favour(SPECIAL),
+    "": Favour(weight=8),
     "cheapest": Favour(),
+    "halo": Favour(("halo",)),
+    "mma": Favour(("mma",), weight=4),
     "turned": Favour(("turned",)),
     "rows": Favour(("rows_weight_grad",)),
     "to_lines": Favour(("to_lines", "tensor_weight_grad", "hopper_weight_grad")),
@@ -63,16 +68,44 @@ FAVOURED: dict[str, Favour] = {
 }
 
 
+NARROW = 4  # layers with fewer channels per group on a side leave columns or rows of a matrix instruction idle
+# What kernels do besides a convolution of many channels, by the names that `paths_of` gives.
+PATHS = (
+    *(f"{kernel}, moments" for kernel in ("few_inputs", "halo", "mma", "up")),
+    *(
+        f"{kernel}, operands"
+        for kernel in ("depthwise", "depthwise_lines", "direct", "few_inputs", "few_outputs", "halo", "mma", "up")
+    ),
+    *(f"{kernel}, narrow" for kernel in ("halo", "mma")),
+)
+
+
 def names() -> list[str]:
     return [name for name, _ in planner.FAMILIES]
+
+
+def paths_of(problem: Problem, plan: Plan) -> list[str]:
+    """Returns which PATHS a plan takes, and others of the same kinds."""
+    found = []
+    for launch in plan.launches:
+        epilogue = str(dict(launch.constants).get("Epilogue", ""))
+        narrow = min(problem.geometry.in_per_group, problem.geometry.out_per_group) < NARROW
+        kinds = {
+            "moments": "LeavingMoments" in epilogue,
+            "operands": "EvaluatedWith" in epilogue or "EvaluatedReading" in epilogue,
+            "narrow": narrow and launch.kernel in ("halo", "mma"),
+        }
+        found += [f"{launch.kernel}, {kind}" for kind, taken in kinds.items() if taken]
+    return found
 
 
 @contextlib.contextmanager
 def favouring(name: str) -> Iterator[None]:
     """One of `FAVOURED` is in force. What earlier cases planned stays planned: volumes follow volumes."""
-    kernels, limits = FAVOURED[name]
+    favour = FAVOURED[name]
+    special = [kernel for kernel in SPECIAL if kernel not in favour.kernels and name != "cheapest"]
     with contextlib.ExitStack() as stack:
-        for planner_of, constants in limits:
+        for planner_of, constants in favour.limits:
             stack.enter_context(patch.multiple(planner_of, **constants))
-        stack.enter_context(priced(*kernels))
+        stack.enter_context(priced(*favour.kernels, *special))
         yield

@@ -12,6 +12,7 @@ from torch import Tensor
 from .case import Case
 
 EPS = 1e-3  # eps of the GroupNorm
+FACTOR = "vector 0"  # the vector of a tail by which the convolution's result is multiplied
 # Allowed roundings of one value from the convolution to the norm's result: the convolution's result, the
 # statistics of rounded or unrounded values, the gradient of the ReLU's input, and the results.
 NORM_ROUNDINGS = 6
@@ -32,10 +33,12 @@ def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor)
     """
     if case.epilogue == "norm":
         return _with_norm(case, operands, grad)
-    factor, residual = operands.pop("factor", None), operands.pop("residual", None)
+    tail = {name: operands.pop(name) for name in list(operands) if name.startswith(("vector", "residual"))}
+    none = torch.zeros((), dtype=torch.float64)
+    slope = with_operands(none + 1, {name: each if name == FACTOR else none for name, each in tail.items()})
     masked = None if grad is None else grad * (result > 0) if case.epilogue == "relu" else grad
-    if masked is not None and factor is not None:
-        masked = masked * factor
+    if masked is not None:
+        masked = masked * slope
     exact = _passes(case, operands, masked)
     largest = _passes(case, _absolute(operands), None if masked is None else masked.abs())
     # PyTorch's float64 sums are the reference: hundreds of equal terms leave them 3e-15 away from the exact sum. In
@@ -47,18 +50,40 @@ def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor)
     }
     if case.epilogue == "relu":
         found["result"] = found["result"][0].relu(), found["result"][1]
-    if factor is not None and residual is not None:
+    if tail:
         value, allowed = found["result"]
-        shifted = value * factor + residual
-        # The convolution's result is rounded, unless the tail is computed in its kernel, and the sum is.
-        allowed = allowed * factor + 2 * UNIT[result_type(case)] * (shifted.abs() + residual.abs())
-        found["result"] = _over_channels(case, shifted, allowed)
+        shifted, sizes = with_operands(value, tail), with_operands(value.abs(), _absolute(tail))
+        # The convolution's result is rounded, unless the tail is computed in its kernel, and so is every sum.
+        allowed = allowed * slope + (1 + len(tail)) * UNIT[result_type(case)] * sizes
+        found["result"] = _behind_operands(case, shifted, allowed)
     return found
 
 
-def _over_channels(case: Case, values: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what follows over channels, and its allowed errors, out of those of the values."""
+def with_operands(z: Tensor, tail: Tensors) -> Tensor:
+    """Returns z with the operands of a tail: times the first vector, then halved or doubled and plus each other one.
+
+    No operand is computed with before it meets z, so that a kernel reads it as it is.
+    """
+    result = z * tail[FACTOR] if FACTOR in tail else z
+    for place, name in enumerate(name for name in tail if name != FACTOR):
+        result = result * (0.5, 2.0)[place % 2] + tail[name]
+    return result
+
+
+def residual_shape(kind: str, result: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a whole tensor that a tail adds to its result of this shape (`case.RESIDUALS`)."""
+    items, channels = kind not in ("item", "one"), kind not in ("channel", "one")
+    return (result[0] if items else 1, result[1] if channels else 1, *result[2:])
+
+
+def _behind_operands(case: Case, values: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what follows the operands of a tail, and its allowed errors, out of those of the values."""
     unit = UNIT[result_type(case)]
+    if case.epilogue == "silu":
+        exact = values * values.sigmoid()
+        rounded = 2 * unit + (FAST_EXPONENTIAL if case.dtype not in ("float32", "float64") else 0.0)
+        # The slope of SiLU is below 1.1.
+        return exact, 1.1 * allowed + rounded * exact.abs() + torch.finfo(torch.float32).tiny
     if case.epilogue == "softmax":
         exact = values.softmax(1)
         spread = allowed + (exact * allowed).sum(1, keepdim=True)

@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
+import torch.nn.functional as F
 from layers import assert_right, to_tf32
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from tconv3d.torch_ops import executor, kept
 from .case import DIMENSIONS, PLAIN, TAILS, Case
 from .families import favouring
 from .guards import Guards
-from .reference import EPS, expected, result_type
+from .reference import EPS, FACTOR, expected, residual_shape, result_type, with_operands
 
 
 def check(case: Case, device: str) -> None:
@@ -59,7 +61,8 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
     geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
     output = (layer.batch, layer.out_channels, *geometry.output_size(layer.size))
     if case.epilogue in TAILS:
-        shapes |= {"factor": (layer.batch, layer.out_channels, 1, 1, 1), "residual": output}
+        shapes |= {f"vector {i}": (*output[:2], 1, 1, 1) for i in range(case.vector_count)}
+        shapes |= {f"residual {i}": residual_shape(kind, output) for i, kind in enumerate(case.residuals)}
     if case.wanted:
         shapes["grad"] = output
     return shapes
@@ -67,19 +70,22 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 def _placed(guards: Guards, case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     """Makes a tensor with random values; elements along a dimension of stride 0 share one value."""
-    views = {"input": case.input, "weight": case.weight, "grad": case.grad, "residual": case.grad, "factor": PLAIN}
-    memory = views.get(name, case.vectors)
+    kind = name.partition(" ")[0]
+    views = {"input": case.input, "weight": case.weight, "grad": case.grad, "residual": case.grad, "vector": PLAIN}
+    memory = views.get(kind, case.vectors)
     strides = memory.strides(shape)
     dimensions = DIMENSIONS if len(shape) == 5 else memory.expanded
     own = tuple(1 if stride == 0 and dimensions else size for size, stride in zip(shape, strides, strict=True))
-    tensor = guards.place(name, own, strides, result_type(case), memory.offset)
+    other = kind == "residual" and case.residual_type
+    dtype = getattr(torch, case.residual_type) if other else result_type(case)
+    tensor = guards.place(name, own, strides, dtype, memory.offset)
     tensor.copy_(_values(case, name, own))
     return tensor.expand(shape) if own != shape else tensor
 
 
 def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
-    random = torch.Generator().manual_seed(case.seed * 16 + len(name))
-    if name == "factor":  # powers of two, with which a product is exact
+    random = torch.Generator().manual_seed((case.seed << 32) + crc32(name.encode()))
+    if name == FACTOR:  # powers of two, with which a product is exact
         return torch.pow(2.0, torch.randint(-2, 3, shape, generator=random))
     if case.epilogue == "norm":  # numbers with few bits make every sum of the convolution exact in float32
         values = torch.randint(-8, 9, shape, generator=random) / 8
@@ -148,10 +154,16 @@ def _fused(case: Case, leaves: dict[str, Tensor]) -> Tensor:
     convolution.weight, convolution.bias = leaves["weight"], leaves.get("bias")
     over_channels: dict[str, Callable[[Tensor], Tensor]] = {
         "tail": lambda u: u,
+        "silu": F.silu,
         "softmax": lambda u: u.softmax(1),
         "largest": lambda u: u.amax(1, keepdim=True),
     }
-    block = tconv3d.fuse(convolution, lambda z, factor, residual: over_channels[case.epilogue](z * factor + residual))
-    result = block(leaves["input"], leaves["factor"], leaves["residual"])
+    passed = [name for name in leaves if name.startswith(("vector", "residual"))]
+
+    def tail(z: Tensor, *operands: Tensor) -> Tensor:
+        return over_channels[case.epilogue](with_operands(z, dict(zip(passed, operands, strict=True))))
+
+    block = tconv3d.fuse(convolution, tail)
+    result = block(leaves["input"], *(leaves[name] for name in passed))
     assert isinstance(result, Tensor)
     return result

@@ -48,7 +48,8 @@ class Search:
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in ("plans", "type", "epilogue", "family")}
+        kinds = ("plans", "type", "epilogue", "family", "path")
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in kinds}
         self.run_cases = self.layers = 0
         self.failures: list[Failure] = []
         self._numbers, self._lock = itertools.count(), threading.Lock()
@@ -97,7 +98,8 @@ class Search:
             self.counts["plans"][case.plans or self.device] += 1
             self.counts["type"][case.dtype] += 1
             self.counts["epilogue"][case.epilogue or "none"] += 1
-        self.counts["family"].update(plans)
+        for name, count in plans.items():
+            self.counts["family" if name in families.names() else "path"][name] += count
 
     def _shrink(self, failure: Failure) -> None:
         def fails(cases: list[Case]) -> str | None:
@@ -117,6 +119,7 @@ class Search:
             "seconds": round(time.monotonic() - self._started),
             **{name: dict(sorted(counts.items())) for name, counts in self.counts.items()},
             "families never reached": [name for name in families.names() if not self.counts["family"][name]],
+            "paths never reached": [name for name in families.PATHS if not self.counts["path"][name]],
             "failures": [
                 {"draw": each.number, "cases": [line(case) for case in each.cases], "message": each.message}
                 for each in self.failures

@@ -34,7 +34,7 @@ class Outcome:
     done: list[Case] = field(default_factory=list)
     failed: Case | None = None
     message: str = ""
-    families: dict[str, int] = field(default_factory=dict)  # number of plans by kernel family
+    families: dict[str, int] = field(default_factory=dict)  # number of plans by kernel family, and by `PATHS`
 
 
 class Worker:
@@ -141,9 +141,10 @@ def _run_all(cases: list[Case], device: str, out: TextIO) -> None:
     from preferred import counted
 
     from . import run
+    from .families import paths_of
 
     failure = ""
-    with counted() as families:
+    with counted(paths_of) as families:
         for number, case in enumerate(cases):
             out.write(json.dumps({"start": number}) + "\n")
             try:

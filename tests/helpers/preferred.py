@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from tconv3d.planning import calibration, planner
 from tconv3d.planning.offers import Answer, Offer, Wanted
-from tconv3d.planning.problem import Device, Pass, Plan
+from tconv3d.planning.problem import Device, Pass, Plan, Problem
 from tconv3d.torch_ops import executor
 
 ALMOST_NOTHING = 1e-9  # times the predicted time: what an offer of a preferred kernel costs
@@ -80,21 +80,22 @@ def kernels_of(wanted: Wanted, device: Device) -> dict[Pass, str]:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """The plans that each family makes."""
+def counted(kinds: Callable[[Problem, Plan], Iterable[str]] = lambda *_: ()) -> Iterator[Counter[str]]:
+    """The plans that each family makes, by its name and by what `kinds` calls them."""
     counts: Counter[str] = Counter()
 
-    def counting(name: str, make: Callable[[], Plan]) -> Callable[[], Plan]:
+    def counting(name: str, offer: Offer) -> Callable[[], Plan]:
         def counting_make() -> Plan:
-            counts[name] += 1
-            return make()
+            made = offer.make()
+            counts.update((name, *kinds(offer.problem, made)))
+            return made
 
         return counting_make
 
     def watched(name: str, offer: Callable[[Wanted, Device], list[Answer]]) -> Callable[..., list[Answer]]:
         def watched_offer(wanted: Wanted, device: Device) -> list[Answer]:
             return [
-                replace(each, make=counting(name, each.make)) if isinstance(each, Offer) else each
+                replace(each, make=counting(name, each)) if isinstance(each, Offer) else each
                 for each in offer(wanted, device)
             ]
 

@@ -13,6 +13,7 @@ from tconv3d.planning import calibration, planner, repertoire, statistics
 from tconv3d.planning.calibration import Work
 from tconv3d.planning.offers import Offer, Refusal
 from tconv3d.planning.problem import Device, Norm, Pass, Problem
+from tconv3d.torch_ops import choosing
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 MONAI = Layer(64, 16, (32, 32, 32), T3, T2, T1, T1, batch=4)
@@ -118,3 +119,31 @@ def test_ways_are_joined_by_kernel() -> None:
     assert alone == [refusal]
     both = statistics.answers(plain, leaving, asked, H200)
     assert sum(isinstance(each, statistics.Cheaper) for each in both) == 1
+
+
+@pytest.mark.parametrize("taken", ["leaving", "passed"])
+def test_the_way_that_is_taken_tells_whether_it_is_timed(taken: str) -> None:
+    """A price above the predicted time has its offer timed at a layer's first call, also behind two ways."""
+    offer = offers(normed(WIDE, "bfloat16", 4), H200)["halo"]
+    assert isinstance(offer, statistics.Cheaper)
+    way = replace(offer.ways[0], surcharge=1.2, work=lambda: Work(1, 1.0), behind=0.0, least=None)
+    other = replace(way, surcharge=1.0, behind=0.0 if taken == "passed" else 1e6)
+    found = statistics.Cheaper.of(way, other)
+    assert found.taken.surcharge == (1.2 if taken == "leaving" else 1.0)
+    wanted = {found.problem.which: found.problem}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "_winners_count", lambda _: True)
+        patch.setattr(choosing, "when_measured", lambda: "auto")
+        patch.setattr(calibration, "doubt", lambda *_: 1.0)
+        assert choosing.measures(wanted, [found], H200, False, True) == (taken == "leaving")
+
+
+@pytest.mark.parametrize("ins, outs", [(3, 32), (32, 3), (4, 32)])
+def test_narrow_layers_have_a_price_above_the_predicted_time(ins: int, outs: int) -> None:
+    """No GPU has timed halo and mma with one to three channels on a side, so they are timed before they are taken."""
+    wanted = problem(Layer(ins, outs, (16, 16, 16), T3, T2, T1, T1), Pass.FORWARD, "bfloat16")
+    for device in (H200, A100):
+        found = offers(wanted, device)
+        for kernel in {"halo", "mma"} & found.keys():
+            plain = calibration.surcharge(kernel, device, calibration.kind_of(wanted))
+            assert found[kernel].surcharge == plain * (1.2 if min(ins, outs) < 4 else 1.0)

@@ -278,7 +278,8 @@ struct FewInputs {
 
   // Whether a lane's channel, so many behind its first, exists.
   static __device__ __forceinline__ bool has_channel(int out, int further) {
-    return C::kOutPerGroup % (8 * C::kPassTiles) == 0 || out + further < C::kOutPerGroup;
+    // The last block may have passes without a channel even if the channels of a group are whole passes.
+    return C::kOutPerGroup % C::kBlockOut == 0 || out + further < C::kOutPerGroup;
   }
 
   // The outputs of one channel, contiguous along w: number `which` of those of a lane.
@@ -337,6 +338,14 @@ struct FewInputs {
     }
   }
 
+  // Returns how many of `all` runs are a portion: fewer if their vectors take registers too. 16-bit operands
+  // take twice as many when they are widened.
+  static __device__ constexpr int portion(int all, int outputs) {
+    using Counts = OperandCounts<typename Stored::Epilogue>;
+    constexpr bool kMany = kItemBytes == 2 && Counts::kVectors > 0 && Counts::kWholes > 0;
+    return portion_of<Stored, (kMany ? 8 : 16)>(Counts::kVectors > 2 ? (all + 1) / 2 : all, outputs);
+  }
+
   // Returns a lane's sums of one channel that are contiguous along w.
   __device__ __forceinline__ void take_along_w(int m, int which, float (&sums)[kRunW]) const {
 #pragma unroll
@@ -353,8 +362,7 @@ struct FewInputs {
     const bool whole =
         first.room >= kRunW && step_c % kRunW == 0 &&
         reinterpret_cast<unsigned long long>(y + first.offset) % sizeof(Vector<Scalar, kRunW>) == 0;
-    constexpr int kMost = OperandCounts<typename Stored::Epilogue>::kVectors > 2 ? kAll / 2 : kAll;
-    in_portions<kAll, portion_of<Stored>(kMost, kRunW)>([&](auto start, auto count) {
+    in_portions<kAll, portion(kAll, kRunW)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
       OutputRun runs[kRuns];
       float sums[kRuns][kRunW];
@@ -386,7 +394,7 @@ struct FewInputs {
     Scalar* const y = static_cast<Scalar*>(args.y);
     const long long offset = static_cast<long long>(at.offset) + own - 2 * own * step_c;
     const int channels = own < at.room ? C::kOutPerGroup - first : 0;
-    in_portions<kAll, portion_of<Stored>(kAll, kRunW)>([&](auto start, auto count) {
+    in_portions<kAll, portion(kAll, kRunW)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value * kRunW;
       OutputRun runs[kRuns];
       float sums[kRuns][1];
@@ -414,7 +422,7 @@ struct FewInputs {
 
   // Stores two neighbouring channels at a time, or four out of a pair of column tiles.
   __device__ __forceinline__ void store_along_c(const Rows& at, int m) const {
-    constexpr int kPortion = portion_of<Stored>(kRunW, kRunC);
+    constexpr int kPortion = portion(kRunW, kRunC);
     Scalar* const y = static_cast<Scalar*>(args.y);
     const Index step_w = static_cast<Index>(args.y_strides.w);
     const bool aligned =

@@ -154,8 +154,10 @@ struct HaloEpilogue {
     return Config::kPartner(field) < 0 ? field : Config::kPartner(field);
   }
 
-  // Words of whole tensors that a lane loads at once: fewer where it has many sums.
-  static constexpr int kWords = Config::kSlabs * Accumulators::kSums > 64 ? 16 : 32;
+  // Words of whole tensors that a lane loads at once: fewer where it has many sums, and then half as many of
+  // 16-bit numbers, which take a register each when they are widened.
+  static constexpr int kItemBytes = static_cast<int>(sizeof(typename Config::Scalar));
+  static constexpr int kWords = Config::kSlabs * Accumulators::kSums > 64 ? 4 * kItemBytes : 32;
   static __device__ constexpr int portion(int all, int outputs) {
     return portion_of<Config, kWords>(all, outputs);
   }
@@ -271,7 +273,8 @@ struct HaloEpilogue {
           for (int k = 0; k < kOwn; ++k) own[i][k] = sums[k / 2 * 4 + k % 2];
           runs[i] = run_of_channels<kGroup, kField, kFirst>(args, at, to, lane);
         });
-        finish_with<Config, true>(args, runs, same, own);
+        finish_with<Config, true, Config::kAlignedPairs ? Lie::kAsVector : Lie::kAnyhow>(args, runs, same,
+                                                                                         own);
         static_for<kRuns>([&](auto i) {
           float* const sums = first + (field(kStart + decltype(i)::value) * Config::kOutTile + kFirst) / 2;
 #pragma unroll

@@ -23,7 +23,7 @@ from itertools import chain
 from math import inf
 
 from ...planning import offers, tensor_cores
-from ...planning.calibration import DERIVED_SURCHARGE, Work
+from ...planning.calibration import DERIVED_SURCHARGE, Work, narrow_surcharge
 from ...planning.geometry import Triple
 from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
@@ -265,14 +265,18 @@ def may_turn(problem: Problem) -> bool:
 
 
 def _with_surcharge(answer: Answer) -> Answer:
-    """Returns the answer at a price above the predicted time if its build leaves moments in place of taking lines.
+    """Returns the answer at a price above the predicted time if the layer is narrow, or the build leaves moments in
+    place of taking lines.
 
     Lines of input as they lie in memory leave no moments. The model is fitted to the best builds of a layer without a
     norm, and has hardly seen the others where lines can be taken: the price is as for derived rates.
     """
-    if isinstance(answer, Offer) and answer.problem.norm and Nominal.of(job_of(answer.problem)).lines:
-        return replace(answer, surcharge=answer.surcharge * DERIVED_SURCHARGE)
-    return answer
+    if not isinstance(answer, Offer):
+        return answer
+    factor = narrow_surcharge(answer.problem)
+    if answer.problem.norm and Nominal.of(job_of(answer.problem)).lines:
+        factor *= DERIVED_SURCHARGE
+    return replace(answer, surcharge=answer.surcharge * factor)
 
 
 def work(problem: Problem, device: Device, turned: bool = False) -> Work:

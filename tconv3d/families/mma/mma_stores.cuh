@@ -31,7 +31,8 @@ struct MmaStores {
   __device__ __forceinline__ void finish_all(const OutputRun (&runs)[kRuns],
                                              float (&sums)[kRuns][kCount]) const {
     if constexpr (!C::Epilogue::kLeavesMoments && !C::Epilogue::kOverChannels)
-      finish_runs<C, kChannels>(tile.args, runs, sums);
+      finish_runs<C, kChannels, kChannels && C::kVectorStores ? Lie::kAsVector : Lie::kAnyhow>(tile.args,
+                                                                                               runs, sums);
   }
   template <int kCount>
   static __device__ __forceinline__ Vector<Out, kCount> narrowed(const float (&sums)[kCount]) {
@@ -39,6 +40,13 @@ struct MmaStores {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Out>::from(sums[k]);
     return values;
+  }
+
+  // Returns how many of `all` runs are a portion. Without operands these are kTogether runs, which exist
+  // together: one branch for all of them.
+  template <int kTogether>
+  static __device__ constexpr int portion(int all, int outputs) {
+    return C::Epilogue::kHasOperands ? portion_of<C>(all, outputs) : kTogether;
   }
 
   // Calls the whole tensors of a tile into L2.
@@ -86,7 +94,7 @@ struct MmaStores {
   __device__ __forceinline__ void store_channels(const Sums& sums, int m, int half, int first_tile) const {
     constexpr int kAll = C::kPhases * kPerPhase;
     const auto at = tile.position(warp_m, half * 8 + lane / 4, m);
-    in_portions<kAll, portion_of<C>(kAll, kCount)>([&](auto start, auto count) {
+    in_portions<kAll, portion<kPerPhase>(kAll, kCount)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
       OutputRun runs[kRuns];
       float own[kRuns][kCount];
@@ -296,7 +304,7 @@ struct MmaStores {
         Out* const to =
             staged + ((decltype(i)::value * C::kWarpsN + warp_n) * 8 + lane % 4 * 2) * tile.args.store_pitch;
         // A lane has outputs of two positions, of two channels each, in all outer phases.
-        in_portions<kAll, portion_of<C>(kAll, kVector)>([&](auto start, auto count) {
+        in_portions<kAll, portion<kOuter * kVectors>(kAll, kVector)>([&](auto start, auto count) {
           constexpr int kStart = decltype(start)::value, kRuns = decltype(count)::value;
           OutputRun runs[kRuns];
           float own[kRuns][kVector];

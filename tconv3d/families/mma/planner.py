@@ -98,7 +98,13 @@ PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, why_never, work, plan)
-    return [replace(each, least=least(each.problem, device)) if isinstance(each, Offer) else each for each in found]
+    return [_with_bound(each, device) if isinstance(each, Offer) else each for each in found]
+
+
+def _with_bound(offer: Offer, device: Device) -> Offer:
+    """Returns the offer with a lower bound of its work, and with a higher price if the layer is narrow."""
+    factor = offer.surcharge * calibration.narrow_surcharge(offer.problem)
+    return replace(offer, least=least(offer.problem, device), surcharge=factor)
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:

@@ -267,6 +267,9 @@ struct UpContiguous : UpShape<C> {
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
     const Begins begin = begins(n, first, lane);
     if (kAlongW != 4 && !begin.inside) return;  // no lane exchanges values with this one
+    Scalar* lines[kOwnLines];  // where the next lines begin, whose addresses are then sums of two numbers
+#pragma unroll
+    for (int i = 0; i < kOwnLines; ++i) lines[i] = begin.lines[i];
     in_portions<kLines, portion_of<C>(kLines, kCount)>([&](auto start, auto count) {
       constexpr int kStart = decltype(start)::value, kPortion = decltype(count)::value;
       OutputRun runs[kPortion * kRunsOfLine];
@@ -280,7 +283,7 @@ struct UpContiguous : UpShape<C> {
           own[i][e] =
               sums.at[4 * (index / kOwnLines) + (kAlongW == 1 ? 2 * e + index % kOwnLines : part * kRun + e)];
       }
-      finish_runs<C, false>(args, runs, own);
+      finish_runs<C, false, Lie::kAsVector>(args, runs, own);
 #pragma unroll
       for (int i = 0; i < kPortion; ++i) {
         Values values;
@@ -288,7 +291,10 @@ struct UpContiguous : UpShape<C> {
         for (int e = 0; e < kCount; ++e)
           values.at[e] = Narrow<Scalar>::from(own[i * kRunsOfLine + e / kRun][e % kRun]);
         if constexpr (kAlongW == 4) exchange(values);
-        if (runs[i * kRunsOfLine].present > 0) store_vector(output_of(begin, kStart + i, lane), values);
+        Scalar*& to = lines[(kStart + i) % kOwnLines];
+        if (runs[i * kRunsOfLine].present > 0)
+          store_vector(to + (kComputed ? 0 : table[line_of(kStart + i, lane)]), values);
+        if constexpr (kComputed) to += kGroupLines / kPlanes * args.y_strides.c;
       }
     });
   }
@@ -488,7 +494,7 @@ struct UpChannelsLast : UpShape<C> {
       runs[r] = run_of(to, kStart + r, n, lane);
       same[r] = vectors[(kStart + r) % kTapBlocks];
     }
-    finish_with<C, true>(args, runs, same, own);
+    finish_with<C, true, Lie::kAsVector>(args, runs, same, own);
   }
 
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {

@@ -12,16 +12,19 @@ from few_channels_layers import DTYPES, LAYERS, T1, T2, T3, swapped
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import TRAPS, Layer, assert_right, passes, poisoned, tensor_core_error
+from layers import TRAPS, Layer, assert_right, guarded, passes, poisoned, tensor_core_error
 from preferred import only, preferring
 from problems import A100, H200, problem
 from registers import report_of
 from torch import Tensor
 
 from tconv3d.families.few_channels import inputs as few_inputs_planner
+from tconv3d.families.few_channels.tiles import Taps
 from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
+from tconv3d.planning.side import Side
+from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
 
@@ -109,6 +112,25 @@ def test_unaligned_and_strided_operands(few_inputs: str) -> None:
         check(layer, [operands[0], turned], grad)
 
 
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "with moments"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_passes_of_the_last_block_without_a_channel(dtype: torch.dtype, norm: bool, few_inputs: str) -> None:
+    """Three whole passes of channels in blocks of two: the last block has a pass behind the last channel."""
+    layer = Layer(2 if dtype is torch.float32 else 4, 384, (1, 2, 8), T3, padding=T1, batch=2)
+    layout = few_inputs_planner.Layout(Taps.of(Side.of(problem(layer, Pass.FORWARD, str(dtype)[6:]))))
+    assert layout.kinds * layout.passes == 4 and layout.along_w and not layout.spread
+    assert layout.side.outs == 3 * 8 * layout.pass_tiles
+    operands = layer.operands(dtype, few_inputs)
+    if norm:
+        with poisoned(), guarded():
+            got = executor.forward_with_statistics(operands[0], operands[1], operands[2], 6, 1e-5, layer.settings)[0]
+        exact = F.conv_transpose3d(*(each.double() for each in operands), padding=1).relu()
+        assert (got.double() - exact).abs().max() < 0.02
+        return
+    with guarded():
+        check(layer, operands)
+
+
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(layer=small_layers((4, 5, 9), st.integers(1, 3), st.integers(1, 20)), half=st.booleans(), last=st.booleans())
@@ -180,3 +202,16 @@ def test_compiles_without_spills(name: str) -> None:
             launch = few_inputs_planner.plan(problem(layer, which, dtype), H200).launches[0]
             report = report_of(launch)
             assert report.spill_stores == 0 and report.stack_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_operands_of_16_bits_do_not_spill(arch: str) -> None:
+    """Two vectors and two whole tensors, whose numbers take as many registers as the sums of a portion."""
+    term = "tconv3d::Sum<tconv3d::Product<tconv3d::Value, tconv3d::Vectored<0>>, tconv3d::Vectored<1>>"
+    tail = f"tconv3d::Sum<{term}, tconv3d::Product<tconv3d::Whole<0>, tconv3d::Whole<1>>>"
+    layer = Layer(4, 24, (16, 32, 32), T3, T2, T1, batch=64)
+    wanted = replace(problem(layer, Pass.FORWARD, "bfloat16"), tail=tail, tail_vectors=2, tail_wholes=2)
+    with only("few_inputs", "direct"), preferring("few_inputs"):
+        launch = planner.plan(wanted, H200).launches[0]
+    assert launch.kernel == "few_inputs"
+    assert compiler.compile(launch.kernel, launch.constants, arch).report.spill_stores == 0

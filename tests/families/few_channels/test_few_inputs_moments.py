@@ -234,17 +234,11 @@ def test_mutants_are_found(name: str, tmp_path: Path, few: str) -> None:
 # ---- The planner's promises.
 
 
-@pytest.mark.parametrize(
-    ("last", "per_group"),
-    [(False, 1), (False, 4), (False, 32), (True, 1), (True, 4)],
-    ids=lambda value: {False: "contiguous", True: "channels last"}[value] if isinstance(value, bool) else str(value),
-)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_group", [1, 4, 32])
 def test_a_first_layer_with_a_norm(dtype: str, last: bool, per_group: int) -> None:
-    """The kernel with moments is taken and spills at most one register.
-
-    A channels-last layer with one norm group is left out: another family is predicted to take it faster.
-    """
+    """The kernel with moments is taken and spills one register at most."""
     layer = Layer(3, 32, (64, 64, 64), T3, T2, T1, T1, batch=4)
     wanted = replace(problem(layer, Pass.FORWARD, dtype), norm=Norm(32 // per_group, EPS))
     if last:
@@ -254,6 +248,7 @@ def test_a_first_layer_with_a_norm(dtype: str, last: bool, per_group: int) -> No
         plan = planner.plan(wanted, H200)
     assert [launch.kernel for launch in plan.launches] == ["few_inputs", "statistics"] and plan.moments > 0
     assert plan.tile.endswith("leaves the moments of its result")
+    # One norm group of all 32 channels leaves one number too many for the registers, in bfloat16.
     assert compiler.compile("few_inputs", plan.launches[0].constants, "sm_90a").report.spill_stores <= 4
 
 

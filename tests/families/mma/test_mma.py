@@ -332,7 +332,7 @@ MUTANTS = {
     "no bound of the halo": ("mma_copies", "x_w >= 0 && x_w < tile", "x_w < tile"),
     "a step too early": ("mma", "ptx::copy_wait<C::kStages - 2>();", "ptx::copy_wait<C::kStages - 1>();"),
     "the words of a longer step": ("mma_pack", "word % kTile / kLane;", "word % kTile / 2;"),
-    "half of a pair": ("mma_stores", "to[single] = from[single];", "(void)single;"),
+    "half of a pair": ("mma_stores", "to[first[b]] = values[b].at[0];", "(void)first;"),
 }
 # Mutants in a layer whose halo is copied asynchronously, so that several rows of taps are multiplied at once.
 IN_TF32 = ("the row of taps before",)
