@@ -14,10 +14,14 @@
 // one row of taps after another in a loop that is not unrolled: the weights of this row are in registers, for
 // all taps along depth that read the plane, and it reads one row of the plane for each row of its tile. The
 // loop has some 500 instructions, where all rows of taps unrolled have 6000.
+//
+// With kGathers the tiles of a block span a line of a contiguous y, and the block's outputs of a plane leave
+// through shared memory as runs of whole lines (whole_lines.cuh), wherever lines begin.
 #pragma once
 
 #include "epilogue.cuh"
 #include "slab.cuh"
+#include "whole_lines.cuh"
 
 namespace tconv3d {
 
@@ -35,6 +39,14 @@ struct DepthwiseTiles {
     static constexpr int kReads = (C::kTileW - 1) * C::kInputStepW + C::kSpanW;
     static constexpr int kSkewRows = C::kTileH * C::kInputStepH, kSkew = C::kSkew;
     static constexpr int kChannelSkew = C::kChannelSkew;
+  };
+  struct Outputs {  // Describes the outputs of a plane in shared memory.
+    using Scalar = typename C::Scalar;
+    static constexpr int kThreads = C::kThreads, kChannels = C::kChannels;
+    static constexpr int kLines = C::kTilesH * C::kTileH * C::kPhasesH;
+    static constexpr int kLine = C::kTileW * C::kPhasesW, kChunks = C::kTilesW;
+    static constexpr int kTail = C::kTail > 0 ? C::kTail : kLine;
+    static constexpr bool kAligned = C::kAlignedLines;
   };
   static constexpr int kRows = (C::kTileH - 1) * C::kInputStepH + C::kSpanH;  // rows that a thread reads
   static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
@@ -59,14 +71,19 @@ struct DepthwiseTiles {
   const SlabReader<Planes> reader;
   // Weights in shared memory: [channel of y][of x][tap d][kWeightPitch], or [of x][tap d][taps h, w][of y].
   const float* weights;
-  Scalar* y;       // the thread's channel of the batch item
-  int item;        // batch item
-  int channel;     // the thread's channel of y
-  bool works;      // the thread has a tile with positions inside y
-  bool whole;      // all outputs of the tile are inside of a plane of y
-  int q_h, q_w;    // first position of the thread's tile
-  int first, end;  // positions along depth that the block computes
-  float start;     // initial value of a sum: the bias, or zero
+  WholeLines<Outputs> lines;
+  Scalar* run;        // the block's first output in plane 0 of its first channel
+  int block_line;     // the block's first line of a plane
+  int block_channel;  // the block's first channel
+  int own_channel;    // the thread's channel, counted from the block's first
+  Scalar* y;          // the thread's channel of the batch item
+  int item;           // batch item
+  int channel;        // the thread's channel of y
+  bool works;         // the thread has a tile with positions inside y
+  bool whole;         // all outputs of the tile are inside of a plane of y
+  int q_h, q_w;       // first position of the thread's tile
+  int first, end;     // positions along depth that the block computes
+  float start;        // initial value of a sum: the bias, or zero
 
   static __device__ __forceinline__ int sum_at(int q_h, int q_w, int phase_h, int phase_w) {
     return ((q_h * C::kPhasesH + phase_h) * C::kTileW + q_w) * C::kPhasesW + phase_w;
@@ -192,9 +209,58 @@ struct DepthwiseTiles {
     }
   }
 
-  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
+  // Puts the thread's outputs of plane `d` to shared memory. `plane` is the channel's run in global memory.
+  __device__ __forceinline__ void put_tile(int d, const Scalar* plane, const float (&sum)[kSums]) const {
+    constexpr int kLine = Outputs::kLine;
+    const int width = args.y_size.w, from_w = q_w * C::kPhasesW;
+    const bool last = from_w + kLine > width;
+    TCONV3D_ASSUME(from_w + (last ? Outputs::kTail : kLine) <= width && C::kTilesW * kLine >= width);
+    const int first_line = q_h * C::kPhasesH;
+    Scalar* to = lines.start(own_channel, plane) + (first_line - block_line) * width + from_w;
+    const Scalar* at = y + d * args.y_strides.d + first_line * args.y_strides.h + from_w;
+#pragma unroll
+    for (int i = 0; i < C::kTileH * C::kPhasesH; ++i) {
+      float values[kLine];
+#pragma unroll
+      for (int w = 0; w < kLine; w += 4) {
+        float four[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) four[v] = sum[i * kLine + w + v];
+        const int left = first_line + i < args.y_size.h ? width - from_w - w : 0;
+        finish<C, false>(args, {item, channel, at + w - static_cast<Scalar*>(args.y), 1, left < 4 ? left : 4},
+                         four);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) values[w + v] = four[v];
+      }
+      lines.put(to, values, last);
+      to += width;
+      at += args.y_strides.h;
+    }
+  }
+
+  // Stores the block's outputs of plane `d` of y, as one run of whole lines for each channel. All threads
+  // call it. `again`: they have not met since they stored another plane.
+  __device__ __forceinline__ void store_lines(int d, const float (&sum)[kSums], bool again) const {
+    [[maybe_unused]] constexpr int kUnrolled =
+        C::kChannels <= 4 ? C::kChannels : 1;  // read by a pragma alone
+    Scalar* const plane = run + d * args.y_strides.d;
+    if (again) __syncthreads();  // the outputs of the plane before have left
+    if (works) put_tile(d, plane + own_channel * args.y_strides.c, sum);
+    __syncthreads();
+    const int left = args.y_size.h - block_line;
+    const int count = (left < Outputs::kLines ? left : Outputs::kLines) * args.y_size.w;
+#pragma unroll kUnrolled
+    for (int c = 0; c < C::kChannels; ++c) {
+      if (C::kOutChannels % C::kChannels == 0 || block_channel + c < C::kOutChannels)
+        lines.store(c, plane + c * args.y_strides.c, count);
+    }
+  }
+
+  __device__ __forceinline__ void store(int d, const float (&sum)[kSums], bool again) const {
     if (d >= args.y_size.d) return;
-    if (whole) {
+    if constexpr (C::kGathers) {
+      store_lines(d, sum, again);
+    } else if (whole) {
       store_tile<true>(d, sum);
     } else {
       store_tile<false>(d, sum);
@@ -223,13 +289,13 @@ struct DepthwiseTiles {
         }
       }
       ptx::copy_commit();
-      if (!works) continue;
+      if (!C::kGathers && !works) continue;
 #pragma unroll 1
       for (int phase = 0; phase < C::kPhasesD; ++phase) {
         float sum[kSums];
         clear(sum, start);
         if (kEmptyPhases && C::kCountD(phase) == 0) {
-          store(q * C::kPhasesD + phase, sum);
+          store(q * C::kPhasesD + phase, sum, phase > 0);
           continue;
         }
         int j = 0;
@@ -239,10 +305,10 @@ struct DepthwiseTiles {
           const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
           const int tap = C::kFirstTapD(phase) + j * C::kTapStepD;
 #pragma unroll 1
-          for (int c = 0; c < C::kReduced; ++c)
+          for (int c = 0; c < (works ? C::kReduced : 0); ++c)
             add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + tap, sum);
         } while (++j < C::kCountD(phase));
-        store(q * C::kPhasesD + phase, sum);
+        store(q * C::kPhasesD + phase, sum, phase > 0);
       }
     }
   }
@@ -283,7 +349,7 @@ struct DepthwiseTiles {
         ++plane;
       });
       const int q = step - C::kLastLag;
-      if (works && q >= first) store(q, sum[0]);
+      if ((C::kGathers || works) && q >= first) store(q, sum[0], false);
 #pragma unroll
       for (int slot = 0; slot + 1 < C::kWindow; ++slot) {
 #pragma unroll
@@ -333,13 +399,13 @@ __device__ void run(const Args& args) {
   const int block_h = rest - next * static_cast<int>(args.by_h.divisor);
   const int n = divide(next, args.by_parts);
   const int part = next - n * static_cast<int>(args.by_parts.divisor);
-  // The thread's place: if channels are neighbours in memory, they are the fastest digit, and then tiles
-  // along h, which the skew of the slab puts in different banks.
+  // The thread's place: if channels are neighbours in memory, they are the fastest digit. Then come tiles
+  // along h (kDown), which the skew of the slab puts in different banks, or along w.
   const int thread = static_cast<int>(threadIdx.x) < kTiles * C::kChannels ? threadIdx.x : 0;
   const int channel = C::kLast ? thread % C::kChannels : thread / kTiles;
   const int tile = C::kLast ? thread / C::kChannels : thread % kTiles;
-  const int tile_h = C::kLast ? tile % C::kTilesH : tile / C::kTilesW;
-  const int tile_w = C::kLast ? tile / C::kTilesH : tile % C::kTilesW;
+  const int tile_h = C::kDown ? tile % C::kTilesH : tile / C::kTilesW;
+  const int tile_w = C::kDown ? tile / C::kTilesH : tile % C::kTilesW;
   const int block_q_h = block_h * C::kTilesH * C::kTileH, block_q_w = block_w * C::kTilesW * C::kTileW;
 
   Scalar* const shared = dynamic_shared<Scalar>();
@@ -371,6 +437,18 @@ __device__ void run(const Args& args) {
   kernel.start = bias == nullptr || !kernel.works ? 0.0f : widen<float>(bias[first_channel + channel]);
   kernel.item = n;
   kernel.channel = first_channel + channel;
+  if constexpr (C::kGathers) {
+    constexpr int kWeights =  // floats
+        C::kLast ? 0 : C::kChannels * C::kReduced * C::kKernelD * Kernel::kWeightPitch;
+    static_assert(!C::kLast, "lines of a channel are runs of memory");
+    TCONV3D_ASSUME(args.y_strides.w == 1 && args.y_strides.h == args.y_size.w);
+    kernel.lines.shared = reinterpret_cast<Scalar*>(weights + kWeights);
+    kernel.block_line = block_q_h * C::kPhasesH;
+    kernel.block_channel = first_channel;
+    kernel.own_channel = channel;
+    kernel.run = static_cast<Scalar*>(args.y) + n * args.y_strides.n + first_channel * args.y_strides.c +
+                 kernel.block_line * args.y_strides.h;
+  }
   kernel.y =
       static_cast<Scalar*>(args.y) + n * args.y_strides.n + (first_channel + channel) * args.y_strides.c;
   if constexpr (C::kWindow > 1) {
