@@ -86,6 +86,13 @@ TWINS = (
         Case(ODD_LINES, favoured="depthwise_gathered"),
     ),
     Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "weight[t * C::kOwn + c] = own.at[c];",
+        "weight[t * C::kOwn + c] = own.at[0];",
+        Case(ODD_LINES, favoured="depthwise_pairs", input=LAST),
+    ),
+    Twin(
         "depthwise_tiles_weight_grad",
         "depthwise_tiles_weight_grad",
         "plane >= first && plane < end",

@@ -15,6 +15,9 @@
 // all taps along depth that read the plane, and it reads one row of the plane for each row of its tile. The
 // loop has some 500 instructions, where all rows of taps unrolled have 6000.
 //
+// With kOwn 2 a thread has two neighbouring channels of channels-last tensors, whose values, weights and
+// outputs it loads and stores together.
+//
 // With kGathers the tiles of a block span a line of a contiguous y, and the block's outputs of a plane leave
 // through shared memory as runs of whole lines (whole_lines.cuh), wherever lines begin.
 #pragma once
@@ -51,7 +54,9 @@ struct DepthwiseTiles {
   static constexpr int kRows = (C::kTileH - 1) * C::kInputStepH + C::kSpanH;  // rows that a thread reads
   static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
   static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
-  static constexpr int kSums = C::kTileH * C::kTileW * kPhases;
+  static constexpr int kOutputs = C::kTileH * C::kTileW * kPhases;  // outputs of a plane for one channel
+  static constexpr int kSums = kOutputs * C::kOwn;                  // neighbouring channels are neighbours
+  static constexpr int kLanes = C::kChannels / C::kOwn;             // threads of a tile
   static __device__ constexpr bool empty_phases() {
     for (int phase = 0; phase < C::kPhasesD; ++phase)
       if (C::kCountD(phase) == 0) return true;
@@ -63,37 +68,43 @@ struct DepthwiseTiles {
   static constexpr int kWeightPitch = (C::kKernelH * kRowPitch + 3) / 4 * 4;  // floats of a tap along depth
   static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;    // from channel to channel of x
   static_assert(C::kWindow > 1 || !C::kByRows, "a window of positions");
+  static_assert(C::kOwn == 1 || (C::kLast && !C::kByRows && C::kOuts == 1 && C::kReduced == 1),
+                "neighbouring channels of a thread are those of a depthwise layer");
   static_assert(C::kChannels % C::kOuts == 0 && C::kChannelsX == C::kChannels / C::kOuts * C::kReduced,
                 "a block has whole groups");
 
   const Args& args;
   const Slab<Planes> slab;
-  const SlabReader<Planes> reader;
+  const SlabReader<Planes, C::kOwn> reader;
   // Weights in shared memory: [channel of y][of x][tap d][kWeightPitch], or [of x][tap d][taps h, w][of y].
   const float* weights;
   WholeLines<Outputs> lines;
-  Scalar* run;        // the block's first output in plane 0 of its first channel
-  int block_line;     // the block's first line of a plane
-  int block_channel;  // the block's first channel
-  int own_channel;    // the thread's channel, counted from the block's first
-  Scalar* y;          // the thread's channel of the batch item
-  int item;           // batch item
-  int channel;        // the thread's channel of y
-  bool works;         // the thread has a tile with positions inside y
-  bool whole;         // all outputs of the tile are inside of a plane of y
-  int q_h, q_w;       // first position of the thread's tile
-  int first, end;     // positions along depth that the block computes
-  float start;        // initial value of a sum: the bias, or zero
+  Scalar* run;           // the block's first output in plane 0 of its first channel
+  int block_line;        // the block's first line of a plane
+  int block_channel;     // the block's first channel
+  int own_channel;       // the thread's channel, counted from the block's first
+  Scalar* y;             // the thread's channel of the batch item
+  int item;              // batch item
+  int channel;           // the thread's channel of y
+  bool works;            // the thread has a tile with positions inside y
+  bool whole;            // all outputs of the tile are inside of a plane of y
+  int q_h, q_w;          // first position of the thread's tile
+  int first, end;        // positions along depth that the block computes
+  float start[C::kOwn];  // initial value of the sums of a channel: the bias, or zero
 
   static __device__ __forceinline__ int sum_at(int q_h, int q_w, int phase_h, int phase_w) {
     return ((q_h * C::kPhasesH + phase_h) * C::kTileW + q_w) * C::kPhasesW + phase_w;
   }
 
   // Loads the weights of tap `tap` along depth, counted through the channels of x.
-  __device__ __forceinline__ void load_weights(int tap, float (&weight)[kPlaneTaps]) const {
+  __device__ __forceinline__ void load_weights(int tap, float (&weight)[kPlaneTaps * C::kOwn]) const {
     if constexpr (C::kLast) {
 #pragma unroll
-      for (int t = 0; t < kPlaneTaps; ++t) weight[t] = weights[(tap * kPlaneTaps + t) * C::kChannels];
+      for (int t = 0; t < kPlaneTaps; ++t) {
+        const auto own = load_vector<C::kOwn>(weights + (tap * kPlaneTaps + t) * C::kChannels);
+#pragma unroll
+        for (int c = 0; c < C::kOwn; ++c) weight[t * C::kOwn + c] = own.at[c];
+      }
     } else {
 #pragma unroll
       for (int t = 0; t < kWeightPitch; t += 4) {
@@ -107,11 +118,11 @@ struct DepthwiseTiles {
 
   // Adds the products of a plane, from the thread's first row on, and the weights of tap `tap` along depth.
   __device__ __forceinline__ void add_plane(const Scalar* plane, int tap, float (&sum)[kSums]) const {
-    float weight[kPlaneTaps];
+    float weight[kPlaneTaps * C::kOwn];
     load_weights(tap, weight);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      float values[Planes::kReads];
+      float values[Planes::kReads * C::kOwn];
       reader.read(plane, row, values);
 #pragma unroll
       for (int t_h = 0; t_h < C::kKernelH; ++t_h) {
@@ -121,9 +132,13 @@ struct DepthwiseTiles {
 #pragma unroll
         for (int w = 0; w < C::kTileW; ++w) {
 #pragma unroll
-          for (int t_w = 0; t_w < C::kKernelW; ++t_w)
-            sum[sum_at(h, w, C::kTapPhaseH(t_h), C::kTapPhaseW(t_w))] +=
-                weight[t_h * C::kKernelW + t_w] * values[w * C::kInputStepW + C::kReadW(t_w)];
+          for (int t_w = 0; t_w < C::kKernelW; ++t_w) {
+            const int to = sum_at(h, w, C::kTapPhaseH(t_h), C::kTapPhaseW(t_w)) * C::kOwn;
+            const int tap_at = (t_h * C::kKernelW + t_w) * C::kOwn;
+            const int from = (w * C::kInputStepW + C::kReadW(t_w)) * C::kOwn;
+#pragma unroll
+            for (int c = 0; c < C::kOwn; ++c) sum[to + c] += weight[tap_at + c] * values[from + c];
+          }
         }
       }
     }
@@ -195,14 +210,17 @@ struct DepthwiseTiles {
       for (int w = 0; w < kLine; w += C::kStored) {
         if (!kWhole && from_w + w >= args.y_size.w) break;
         Scalar* const at = to + w * step_y();
-        float values[C::kStored];
+        // Neighbouring outputs of a line, or one output of neighbouring channels.
+        constexpr int kTogether = C::kStored * C::kOwn;
+        float values[kTogether];
 #pragma unroll
-        for (int v = 0; v < C::kStored; ++v) values[v] = sum[i * kLine + w + v];
-        finish<C, false>(args, {item, channel, at - static_cast<Scalar*>(args.y), step_y(), C::kStored},
-                         values);
-        Vector<Scalar, C::kStored> out;
+        for (int v = 0; v < kTogether; ++v) values[v] = sum[(i * kLine + w) * C::kOwn + v];
+        finish<C, (C::kOwn > 1)>(
+            args, {item, channel, at - static_cast<Scalar*>(args.y), C::kOwn > 1 ? 1 : step_y(), kTogether},
+            values);
+        Vector<Scalar, kTogether> out;
 #pragma unroll
-        for (int v = 0; v < C::kStored; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
+        for (int v = 0; v < kTogether; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
         store_vector(at, out);
       }
       to += args.y_strides.h;
@@ -267,9 +285,9 @@ struct DepthwiseTiles {
     }
   }
 
-  static __device__ __forceinline__ void clear(float (&sum)[kSums], float value) {
+  __device__ __forceinline__ void clear(float (&sum)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sum[i] = value;
+    for (int i = 0; i < kSums; ++i) sum[i] = start[i % C::kOwn];
   }
 
   // The ring holds all planes that a position reads: plane p of x is in place (p - origin) % kRing.
@@ -293,7 +311,7 @@ struct DepthwiseTiles {
 #pragma unroll 1
       for (int phase = 0; phase < C::kPhasesD; ++phase) {
         float sum[kSums];
-        clear(sum, start);
+        clear(sum);
         if (kEmptyPhases && C::kCountD(phase) == 0) {
           store(q * C::kPhasesD + phase, sum, phase > 0);
           continue;
@@ -318,7 +336,7 @@ struct DepthwiseTiles {
   __device__ __forceinline__ void march_over_planes() const {
     float sum[C::kWindow][kSums];  // slot s belongs to position step - kLastLag + s
 #pragma unroll
-    for (int slot = 0; slot < C::kWindow; ++slot) clear(sum[slot], start);
+    for (int slot = 0; slot < C::kWindow; ++slot) clear(sum[slot]);
     const int origin = (first + C::kFirstLag) * C::kInputStepD;
     const int last = (end - 1 + C::kLastLag) * C::kInputStepD + C::kInputStepD - 1;
     slab.template fill<1>(origin, 0);
@@ -355,7 +373,7 @@ struct DepthwiseTiles {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sum[slot][i] = sum[slot + 1][i];
       }
-      clear(sum[C::kWindow - 1], start);
+      clear(sum[C::kWindow - 1]);
     }
   }
 };
@@ -401,9 +419,9 @@ __device__ void run(const Args& args) {
   const int part = next - n * static_cast<int>(args.by_parts.divisor);
   // The thread's place: if channels are neighbours in memory, they are the fastest digit. Then come tiles
   // along h (kDown), which the skew of the slab puts in different banks, or along w.
-  const int thread = static_cast<int>(threadIdx.x) < kTiles * C::kChannels ? threadIdx.x : 0;
-  const int channel = C::kLast ? thread % C::kChannels : thread / kTiles;
-  const int tile = C::kLast ? thread / C::kChannels : thread % kTiles;
+  const int thread = static_cast<int>(threadIdx.x) < kTiles * Kernel::kLanes ? threadIdx.x : 0;
+  const int channel = C::kLast ? thread % Kernel::kLanes * C::kOwn : thread / kTiles;
+  const int tile = C::kLast ? thread / Kernel::kLanes : thread % kTiles;
   const int tile_h = C::kDown ? tile % C::kTilesH : tile / C::kTilesW;
   const int tile_w = C::kDown ? tile / C::kTilesH : tile % C::kTilesW;
   const int block_q_h = block_h * C::kTilesH * C::kTileH, block_q_w = block_w * C::kTilesW * C::kTileW;
@@ -420,13 +438,14 @@ __device__ void run(const Args& args) {
                           C::kOutChannels / C::kOuts * C::kReduced - first_x,
                           block_q_h * C::kInputStepH + C::kMinH,
                           block_q_w * C::kInputStepW + C::kMinW - C::kBefore};
-  Kernel kernel{args, slab,
-                SlabReader<Planes>(channel / C::kOuts * C::kReduced, tile_h * C::kTileH * C::kInputStepH,
-                                   tile_w * C::kTileW * C::kInputStepW)};
+  Kernel kernel{
+      args, slab,
+      SlabReader<Planes, C::kOwn>(channel / C::kOuts * C::kReduced, tile_h * C::kTileH * C::kInputStepH,
+                                  tile_w * C::kTileW * C::kInputStepW)};
   kernel.weights = weights + channel * (C::kLast ? 1 : C::kReduced * C::kKernelD * Kernel::kWeightPitch);
   kernel.q_h = block_q_h + tile_h * C::kTileH;
   kernel.q_w = block_q_w + tile_w * C::kTileW;
-  kernel.works = static_cast<int>(threadIdx.x) < kTiles * C::kChannels &&
+  kernel.works = static_cast<int>(threadIdx.x) < kTiles * Kernel::kLanes &&
                  first_channel + channel < C::kOutChannels && kernel.q_h < args.grid.h &&
                  kernel.q_w < args.grid.w;
   kernel.whole = (kernel.q_h + C::kTileH) * C::kPhasesH <= args.y_size.h &&
@@ -434,7 +453,10 @@ __device__ void run(const Args& args) {
   kernel.first = part * args.length;
   kernel.end = args.grid.d - kernel.first < args.length ? args.grid.d : kernel.first + args.length;
   const auto* bias = static_cast<const Scalar*>(args.bias);
-  kernel.start = bias == nullptr || !kernel.works ? 0.0f : widen<float>(bias[first_channel + channel]);
+#pragma unroll
+  for (int c = 0; c < C::kOwn; ++c)
+    kernel.start[c] =
+        bias == nullptr || !kernel.works ? 0.0f : widen<float>(bias[first_channel + channel + c]);
   kernel.item = n;
   kernel.channel = first_channel + channel;
   if constexpr (C::kGathers) {

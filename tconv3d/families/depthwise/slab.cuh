@@ -103,13 +103,16 @@ struct Slab {
   }
 };
 
-// Where a thread reads a slab: its channel, its first row, and its first column.
-template <class L>
+// Where a thread reads a slab: its channel, its first row, and its first column. kOwn: neighbouring channels
+// that the thread reads, of which it has several only if the tensor is channels-last.
+template <class L, int kOwn = 1>
 struct SlabReader {
   using Scalar = typename L::Scalar;
   using Whole = Slab<L>;
   static constexpr int kFirst = L::kLast ? 0 : L::kBefore;  // columns that a thread reads and does not need
   static constexpr int kVectors = L::kLast ? 1 : (kFirst + L::kReads + Whole::kPiece - 1) / Whole::kPiece;
+
+  static_assert(kOwn == 1 || L::kLast, "channels of a contiguous tensor are planes");
 
   int start;         // elements from the beginning of a plane to the thread's first row
   int at[kVectors];  // elements from the beginning of a row to each of the thread's pieces, or to its column
@@ -126,10 +129,25 @@ struct SlabReader {
   }
 
   // Reads kReads elements of row `row`, which is counted from the thread's first row, `first`, and known to
-  // the compiler.
-  __device__ __forceinline__ void read(const Scalar* first, int row, float (&values)[L::kReads]) const {
+  // the compiler; element i of channel c becomes value i * kOwn + c.
+  __device__ __forceinline__ void read(const Scalar* first, int row,
+                                       float (&values)[L::kReads * kOwn]) const {
     const Scalar* line = first + Whole::row_offset(row);
-    if constexpr (L::kLast) {
+    if constexpr (kOwn == 2) {
+#pragma unroll
+      for (int i = 0; i < L::kReads; ++i) {
+        const Scalar* const both = line + at[0] + i * L::kChannels;
+        if constexpr (sizeof(Scalar) == 4) {
+          const Vector<float, 2> two = load_vector<2>(both);
+          values[2 * i] = two.at[0];
+          values[2 * i + 1] = two.at[1];
+        } else {
+          const unsigned two = *reinterpret_cast<const unsigned*>(both);
+          values[2 * i] = Widen<Scalar>::of(two, false);
+          values[2 * i + 1] = Widen<Scalar>::of(two, true);
+        }
+      }
+    } else if constexpr (L::kLast) {
 #pragma unroll
       for (int i = 0; i < L::kReads; ++i) values[i] = widen<float>(line[at[0] + i * L::kChannels]);
     } else {

@@ -61,6 +61,7 @@ class Slab:
     group: int = 1  # channels of a group
     skew: int = 0  # elements that are left out after the rows of each tile
     channel_skew: int = 0  # elements that are left out after each channel of a contiguous tensor
+    own: int = 1  # neighbouring channels of a thread
     down: bool = False  # neighbouring threads have neighbouring tiles along h, also for contiguous tensors
     conflicts: float = 1.0  # accesses of shared memory over their number without bank conflicts
 
@@ -78,6 +79,11 @@ class Slab:
     @property
     def threads(self) -> int:
         """Threads of a block for each tile."""
+        return self.owned // self.own
+
+    @property
+    def owned(self) -> int:
+        """Channels of all threads of a tile: those of the tensor, or pairs of channels of two tensors."""
         return self.channels // self.group * len(self.readers)
 
     @property
@@ -159,12 +165,12 @@ class Slab:
     @property
     def row_wavefronts(self) -> float:
         """128-byte accesses of shared memory for the loads of one row by a warp."""
-        return self.vectors * self.conflicts * (1 if self.last else WARP // QUARTER)
+        return self.vectors * self.conflicts * (max(1, self.own * self.item // 4) if self.last else WARP // QUARTER)
 
     @property
     def conversions(self) -> int:
         """Instructions per row that convert elements to float32."""
-        return self.reads if self.item == 2 else 0
+        return self.reads * self.own if self.item == 2 else 0
 
     def fill_instructions(self, threads: int, planes: int = 1) -> int:
         """Returns the instructions of a thread that fills as many planes with the other threads of its block."""
@@ -187,6 +193,7 @@ class Slab:
         if lane >= tiles * threads:
             lane = 0
         thread, tile = (lane % threads, lane // threads) if self.last else divmod(lane, tiles)
+        thread *= self.own
         channel = thread // len(self.readers) * self.group + self.readers[thread % len(self.readers)]
         h, w = self.tile_of(tile)
         row = h * self.tile_h * self.step_h * self.pitch
@@ -209,7 +216,8 @@ class Slab:
         """
         firsts = [(at + h * skew + channel * plane) * self.item // 4 for at, h, channel in places]
         # Loads of 16 bytes begin at multiples of 16 bytes, so that each has four banks to itself.
-        together, width = (WARP, 1) if self.last else (QUARTER, 4)
+        width = max(1, self.own * self.item // 4) if self.last else 4
+        together = WARP // width
         accesses = 0
         for first in range(0, WARP, together):
             loads = [0] * (BANKS // width)
@@ -247,7 +255,7 @@ def block_constants(slab: Slab) -> Constants:
     """Returns the constants that the kernels take under the same names: the tiles of a block, and its main slab."""
     return (
         ("kLast", slab.last),
-        ("kChannels", slab.threads),
+        ("kChannels", slab.owned),
         ("kTilesH", slab.tiles_h),
         ("kTilesW", slab.tiles_w),
         ("kTileH", slab.tile_h),

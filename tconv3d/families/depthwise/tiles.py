@@ -44,6 +44,7 @@ HAS_EPILOGUE = True
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 # The forms of builds: offers of their own, with rates of their own.
 KERNEL = "depthwise_tiles"
+PAIRS = "depthwise_pairs"  # threads have two neighbouring channels of channels-last tensors
 BY_ROWS = "depthwise_rows"  # threads take one row of taps after another
 GATHERED = "depthwise_gathered"  # outputs of contiguous tensors leave as runs of whole lines
 MAX_REGISTERS = 240  # estimated registers per thread
@@ -51,10 +52,15 @@ MOST_PLANE_TAPS = 64  # weights of one tap along depth, which are in registers
 MOST_PER_GROUP = 16  # channels of a group on either side
 MOST_TERMS = 1024  # products that are added to one sum, which bounds its rounding error
 MOST_PRODUCTS = 8192  # multiply-adds of the unrolled code
+# Multiply-adds of the unrolled code of a plane and a tap for two channels of a thread: 16 KB of instructions.
+MOST_OWN_PRODUCTS = 1000
 TILES = ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (1, 16))  # candidates for positions of a thread along h, w
 ROWS = ((1, 4), (1, 8), (2, 8), (1, 16))  # the candidates of threads that take one row of taps after another
 MANY_TAPS = 250  # taps whose products with a tile of 16 positions are 4000 instructions, 64 KB
 FINALISTS = 8  # tilings that are compared at several lengths along depth
+# Warps of a multiprocessor that hide the latency of loads of single words: with 8 of them, measured times of
+# channels-last layers in 16 bits are 1.7 times the cycles that were counted, with 12 and more and vectors 1.1 times.
+PAIR_WARPS = 12
 # Instructions of builds that gather whole lines, counted in compiled kernels: for the outputs of a plane, for a line
 # of a thread beside its stores to shared memory, for a channel's run, and for a vector of 16 bytes of it.
 PLANE_INSTRUCTIONS = 50
@@ -84,6 +90,11 @@ class Tiling:
         return self.form == GATHERED
 
     @property
+    def own(self) -> int:
+        """Neighbouring channels of a thread."""
+        return self.slab.own
+
+    @property
     def window(self) -> int:
         """Positions along depth whose sums a thread has; 1 if the ring holds all planes of a position."""
         return _window(self.side.gathers[0])
@@ -104,7 +115,7 @@ class Tiling:
     @property
     def sums(self) -> int:
         _, h, w = self.side.gathers
-        return self.slab.tile_h * self.slab.tile_w * h.phases * w.phases
+        return self.slab.tile_h * self.slab.tile_w * h.phases * w.phases * self.own
 
     @property
     def registers(self) -> int:
@@ -118,6 +129,9 @@ class Tiling:
                 self.sums * self.window + self.sharing * self.side.problem.geometry.kernel[2] + self.slab.reads + 24
             )
         weights = self.plane_taps * (2 if self.window > 1 else 1)
+        if self.own > 1:  # rows of weights are loaded where the first row of the tile needs them
+            live = weights * min(self.slab.tile_h * self.slab.step_h, self.slab.span_h) // self.slab.span_h
+            return self.sums * self.window + self.own * (live + self.slab.reads) + 36
         return self.sums * self.window + weights + 2 * self.slab.reads + 40
 
     @property
@@ -136,7 +150,7 @@ class Tiling:
         kernel_d, kernel_h, kernel_w = self.side.problem.geometry.kernel
         row = kernel_w if self.slab.last or not self.by_rows else -(-kernel_w // 4) * 4
         pitch = kernel_h * row if self.slab.last else -(-kernel_h * row // 4) * 4
-        weights = 4 * self.slab.threads * self.side.reduced * kernel_d * pitch
+        weights = 4 * self.slab.owned * self.side.reduced * kernel_d * pitch
         return self.ring * self.slab.bytes + weights + (self.runs_bytes if self.gathers else 0)
 
     @property
@@ -166,7 +180,7 @@ class Tiling:
     @property
     def products(self) -> int:
         """Multiply-adds of a thread for a plane of x and a tap along depth."""
-        return self.slab.tile_h * self.slab.tile_w * self.plane_taps
+        return self.slab.tile_h * self.slab.tile_w * self.plane_taps * self.own
 
     def resident(self, device: Device) -> int:
         """Returns the blocks per multiprocessor by registers and shared memory."""
@@ -178,7 +192,7 @@ class Tiling:
         _, h, w = self.side.grid
         s = self.slab
         channels = self.side.problem.geometry.groups * self.side.outs
-        return -(-h // (s.tiles_h * s.tile_h)), -(-w // (s.tiles_w * s.tile_w)), -(-channels // s.threads)
+        return -(-h // (s.tiles_h * s.tile_h)), -(-w // (s.tiles_w * s.tile_w)), -(-channels // s.owned)
 
     def fits(self, device: Device) -> bool:
         kernel_d, kernel_h, _ = self.side.problem.geometry.kernel
@@ -186,7 +200,7 @@ class Tiling:
         return (
             self.slab.fits
             and self.registers <= MAX_REGISTERS
-            and self.products * copies <= MOST_PRODUCTS
+            and self.products * copies <= (MOST_PRODUCTS if self.own == 1 else MOST_OWN_PRODUCTS * copies)
             and self.shared_bytes <= device.shared_bytes
             and not (self.gathers and self.blocks[1] > 1)
         )
@@ -211,15 +225,16 @@ class Tiling:
             rows, rest = s.rows_read, 12
         sharing = 1.0 if self.window == 1 else kernel_d / self.side.gathers[0].input_step
         shared_rest = rest / sharing if self.by_rows else rest
+        loads = weights * self.own  # accesses of shared memory
         issued = self.products + weights + rows * (s.vectors + s.conversions) / sharing + shared_rest
-        return issued / 4, weights + rows * s.row_wavefronts / sharing
+        return issued / 4, loads + rows * s.row_wavefronts / sharing
 
     @property
     def storing_cycles(self) -> float:
         """Cycles of a multiprocessor for the stores of one output, by the sectors that the stores of a warp reach."""
         item = self.slab.item
         if self.slab.last:
-            return item * max(SECTOR / (self.slab.threads * item), 1) / L2
+            return item * max(SECTOR / (self.slab.owned * item), 1) / L2
         line = self.line
         if self.gathers or self.stored == line or self.stored * item >= PIECE_BYTES:
             return item / L2
@@ -241,6 +256,8 @@ class Tiling:
     def store_costs(self) -> tuple[float, float]:
         """Cycles of the issue slots and of shared memory for the stores of a warp's outputs of a plane."""
         item = self.slab.item
+        if self.own > 1:  # settings of sums, and an address and a store for both channels of an output
+            return self.sums * (1 + 1 + (0.5 if item == 2 else 0)) / 4, 0.0
         if not self.gathers:
             return self.sums * (2 if item == 2 else 1.5) / 4, 0.0
         # Threads put pairs, or pieces of aligned lines, at a distance of a line each.
@@ -284,9 +301,10 @@ class Tiling:
         blocks = prod(self.blocks) * parts * problem.batch
         per_multiprocessor = -(-blocks // device.multiprocessors)
         resident = min(self.resident(device), per_multiprocessor)
+        hiding = WARPS if self.own == 1 else PAIR_WARPS
         # Threads that have met for a plane wait less when they meet again for its outputs.
         barriers = BARRIERS * (1 + (2 * depth.phases - 1) / 4 if self.gathers else 1)
-        arithmetic = per_multiprocessor * block * (max(1.0, WARPS / (resident * warps)) + barriers / resident)
+        arithmetic = per_multiprocessor * block * (max(1.0, hiding / (resident * warps)) + barriers / resident)
         outputs = problem.batch * problem.geometry.groups * self.side.outs * prod(self.side.y_size)
         through_l2 = blocks * planes * self.slab.traffic / L2 + outputs * self.storing_cycles
         memory = max(problem.bytes / COPY, through_l2) / device.multiprocessors
@@ -325,13 +343,15 @@ def _candidates(side: Side, device: Device, form: str) -> list[Tiling]:
     for tile_h, tile_w in ROWS if form == BY_ROWS else TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
         for tiles_h, tiles_w in product(*counts):
-            for count in _channels(last, groups, side, tiles_h * tiles_w):
+            for count in _channels(last, groups, side, tiles_h * tiles_w, form):
                 slabs = [
                     Slab(last, problem.item_bytes, count * side.reduced, tiles_h, tiles_w, tile_h, tile_w,
                          h.input_step, w.input_step, span_h, span_w, w.reach[0], grain,
                          readers=(0,) * side.outs, group=side.reduced)
                     for grain in grains_x
                 ]  # fmt: skip
+                if form == PAIRS:
+                    slabs = [replace(slab, own=2) for slab in slabs]
                 if form == GATHERED:
                     slabs += [replace(slab, down=True) for slab in slabs]
                 tilings = [_with_stores(Tiling(side, slab, 1, form)) for slab in slabs]
@@ -340,16 +360,17 @@ def _candidates(side: Side, device: Device, form: str) -> list[Tiling]:
     return found
 
 
-def _channels(last: bool, groups: int, side: Side, tiles: int) -> list[int]:
+def _channels(last: bool, groups: int, side: Side, tiles: int, form: str) -> list[int]:
     """Returns candidates for the groups of a block with this many tiles."""
-    if tiles * side.outs > THREADS:
+    own = 2 if form == PAIRS else 1
+    if tiles * side.outs > THREADS * own:
         return []
     if last:
-        counts = [-(-n // side.outs) for n in CHANNELS]
+        counts = [-(-n * own // side.outs) for n in CHANNELS]
         return [
             n
             for n in dict.fromkeys(counts)
-            if n * side.outs * tiles <= THREADS and (n < 2 * groups or n == counts[0])
+            if n * side.outs * tiles <= THREADS * own and (n < 2 * groups or n == counts[0])
         ]
     return sorted({1, max(1, min(groups, FEW_THREADS // (tiles * side.outs)))})
 
@@ -419,6 +440,8 @@ def why_not(problem: Problem, device: Device, form: str = KERNEL) -> str | None:
         return f"sums of {side.terms} products need partial sums"
     if side.positions * g.groups * side.outs >= 2**31 or max(side.x_size[2], side.y_size[2]) >= 2**28:
         return "the volume is too large"
+    if form == PAIRS and (max(side.reduced, side.outs) > 1 or not _in_pairs(side)):
+        return "pairs of channels are no aligned neighbours in memory"
     if form == GATHERED and (side.y[4] != 1 or side.y[3] != side.y_size[2]):
         return "lines of a channel are not a run of memory"
     if form == BY_ROWS and _window(side.gathers[0]) == 1:
@@ -430,9 +453,17 @@ def why_not(problem: Problem, device: Device, form: str = KERNEL) -> str | None:
     return None
 
 
+def _in_pairs(side: Side) -> bool:
+    """Tells whether an even number of channels are neighbours in memory, in both tensors, and begin at pairs."""
+    tensors = side.x, side.y
+    return side.problem.geometry.groups % 2 == 0 and all(
+        is_channels_last(strides) and not any(strides[i] % 2 for i in (0, 2, 3, 4)) for strides in tensors
+    )
+
+
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     answers: list[Answer] = []
-    for form, passes in ((KERNEL, PASSES), (GATHERED, PASSES), (BY_ROWS, (Pass.INPUT_GRAD,))):
+    for form, passes in ((KERNEL, PASSES), (GATHERED, PASSES), (PAIRS, PASSES), (BY_ROWS, (Pass.INPUT_GRAD,))):
         asks = partial(why_not, form=form), partial(work, form=form), partial(plan, form=form)
         answers += offers.one_by_one(passes, form, wanted, device, *asks)
     return answers
@@ -496,6 +527,7 @@ def _constants(tiling: Tiling) -> Constants:
         ("kOuts", side.outs),
         ("kChannelsX", slab.channels),
         *block_constants(slab),
+        ("kOwn", slab.own),
         ("kStored", tiling.stored),
         ("kStepY", side.y[4] if side.y[4] in (1, channels) else 0),
         *axis_constants(problem.geometry.axes, "kernel"),

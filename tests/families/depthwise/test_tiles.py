@@ -139,6 +139,24 @@ def test_whole_lines_against_float64(name: str, dtype: torch.dtype, ours: str) -
         assert kernels_of({which: wanted}, H200) == {which: tiles.GATHERED}
 
 
+PAIRS = {
+    "odd": Layer(6, 6, (4, 9, 11), T5, T2, T2, groups=6, batch=2),
+    "several blocks": Layer(36, 36, (3, 5, 9), (3, 3, 5), T2, (1, 1, 2), T1, groups=36, batch=1),
+    "stride one": Layer(2, 2, (3, 6, 13), (3, 3, 5), padding=(1, 1, 2), groups=2),
+    "dilated, three phases": Layer(4, 4, (4, 3, 5), (2, 3, 2), (3, 2, 3), (1, 2, 1), (1, 0, 2), (2, 3, 1), 4),
+    "empty phases": Layer(8, 8, (3, 4, 5), T3, T2, (3, 2, 2), T1, T2, 8),
+}
+
+
+@pytest.mark.parametrize("ours", [(tiles.PAIRS, *PREFERRED)], ids=["pairs"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_channels_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    check(PAIRS[name], dtype, True, ours)
+    for which in tiles.PASSES:
+        assert kernels_of({which: channels_last(problem(PAIRS[name], which))}, H200) == {which: tiles.PAIRS}
+
+
 @pytest.mark.parametrize("ours", [(tiles_weight_grad.SHARED, *PREFERRED)], ids=["teams"], indirect=True)
 @pytest.mark.parametrize(("name", "dtype", "last"), TEAMS, ids=str)
 def test_teams_of_taps_against_float64(name: str, dtype: torch.dtype, last: bool, ours: str) -> None:
@@ -177,16 +195,20 @@ def test_unaligned_and_strided_operands(ours: str) -> None:
         check_layer(layer, torch.float16, ours, [one, *others])
 
 
+def channels_last(wanted: Problem) -> Problem:
+    """Returns a pass of a depthwise layer on channels-last tensors."""
+    channels = wanted.geometry.groups
+    shapes = [(wanted.batch, channels, *size) for size in (wanted.input_size, wanted.output_size)]
+    x, y = (channels_last_strides(shape) for shape in shapes)
+    return replace(wanted, input=x, output=y)
+
+
 def mednext(kernel: int, which: Pass, dtype: str, last: bool) -> Problem:
     """Returns a pass of MedNeXt's up-sampling layer on a large volume."""
     triple = (kernel,) * 3
     layer = Layer(96, 96, (48, 48, 48), triple, T2, (kernel // 2,) * 3, T1, groups=96, batch=2)
     wanted = replace(problem(layer, which, tf32=False), dtype=dtype)
-    if not last:
-        return wanted
-    sizes = layer.size, wanted.output_size
-    x, y = (channels_last_strides((2, 96, *size)) for size in sizes)
-    return replace(wanted, input=x, output=y)
+    return channels_last(wanted) if last else wanted
 
 
 @pytest.mark.parametrize("which", KERNELS)
@@ -196,7 +218,7 @@ def test_large_kernels_go_to_tiles_and_are_not_far_above_the_floor(kernel: int, 
         wanted = mednext(kernel, which, dtype, last)
         taken, *_ = planner.taken({which: wanted}, H200)
         floor = max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
-        names = {KERNELS[which], tiles.BY_ROWS, tiles.GATHERED, tiles_weight_grad.SHARED}
+        names = {KERNELS[which], tiles.BY_ROWS, tiles.GATHERED, tiles.PAIRS, tiles_weight_grad.SHARED}
         assert taken.kernel in names or (taken.kernel == "depthwise_lines" and kernel == 5)
         assert taken.microseconds < 3 * floor
 
@@ -208,7 +230,7 @@ def test_lines_of_odd_length_are_not_far_above_the_floor(dtype: str) -> None:
     assert wanted.output_size == (95, 95, 95)
     taken, *_ = planner.taken({Pass.FORWARD: wanted}, H200)
     assert taken.kernel == tiles.GATHERED
-    assert taken.microseconds < 1.85 * max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
+    assert taken.microseconds < 1.9 * max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
 
 
 def test_threads_of_a_warp_read_different_banks() -> None:
