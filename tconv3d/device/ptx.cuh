@@ -494,6 +494,14 @@ __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool i
       : "memory");
 }
 
+// Copies the first `bytes` of 16 bytes and writes zeros behind them; nothing else is read. `from` must be a
+// valid address even if `bytes` is 0.
+__device__ __forceinline__ void copy_part(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+               "r"(bytes)
+               : "memory");
+}
+
 // Copies 4 bytes, or writes zero if not `inside`: then nothing is read, and `from` may be any address.
 __device__ __forceinline__ void copy_word(unsigned to, const void* from, bool inside) {
   asm volatile(

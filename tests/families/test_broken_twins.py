@@ -88,6 +88,20 @@ TWINS = (
     Twin(
         "depthwise_tiles",
         "depthwise_tiles",
+        "address % 16);",
+        "0u);",
+        Case(ODD_LINES, "bfloat16", favoured="depthwise_gathered", wanted=("input",)),
+    ),
+    Twin(
+        "depthwise_tiles_weight_grad",
+        "depthwise_tiles_weight_grad",
+        "if (before > 0) clear_first",
+        "if (before > 2) clear_first",
+        Case(ODD_LINES, "bfloat16", favoured="depthwise_teams", wanted=("weight",)),
+    ),
+    Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
         "weight[t * C::kOwn + c] = own.at[c];",
         "weight[t * C::kOwn + c] = own.at[0];",
         Case(ODD_LINES, favoured="depthwise_pairs", input=LAST),

@@ -318,13 +318,14 @@ inline void store_transposed(unsigned address, uint4 words) {
 
 struct EmulatedCopy {
   std::uint32_t* to;
-  const void* from;  // null: the copy writes zero
+  const void* from;                        // null: the copy writes zero
+  unsigned bytes = sizeof(std::uint32_t);  // bytes that are read; the others are zero
 };
 using EmulatedCopies = EmulatedQueue<EmulatedCopy, 8>;
 
 inline void execute(const EmulatedCopy& copy) {
   std::uint32_t word = 0;
-  if (copy.from) std::memcpy(&word, copy.from, sizeof word);
+  if (copy.from) std::memcpy(&word, copy.from, copy.bytes);
   emulator::races::write(copy.to, sizeof word);
   *copy.to = word;
 }
@@ -353,6 +354,19 @@ inline void copy_words_of_line(void* to, const void* from, bool inside) {
 
 inline void copy_piece(unsigned to, const void* from, bool inside) {
   copy_words<4>(emulator::shared_pointer(to, 16), from, inside);
+}
+
+inline void copy_part(unsigned to, const void* from, int bytes) {
+  char* const piece = static_cast<char*>(emulator::shared_pointer(to, 16));
+  if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes < 0 || bytes > 16)
+    emulator::fail("an asynchronous copy of %d of 16 bytes that is not aligned", bytes);
+  emulator::races::write(piece, 16);
+  for (int i = 0; i < 16; i += 4) {
+    const int left = bytes - i < 4 ? bytes - i : 4;
+    const void* const word = left > 0 ? static_cast<const char*>(from) + i : nullptr;
+    emulator::thread_state<EmulatedCopies>().push(
+        {reinterpret_cast<std::uint32_t*>(piece + i), word, static_cast<unsigned>(left > 0 ? left : 0)});
+  }
 }
 
 inline void copy_word(unsigned to, const void* from, bool inside) {

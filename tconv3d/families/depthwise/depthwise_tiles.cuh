@@ -41,7 +41,7 @@ struct DepthwiseTiles {
     static constexpr int kPieces = C::kPieces, kStride = C::kPieceStride, kBefore = C::kBefore;
     static constexpr int kReads = (C::kTileW - 1) * C::kInputStepW + C::kSpanW;
     static constexpr int kSkewRows = C::kTileH * C::kInputStepH, kSkew = C::kSkew;
-    static constexpr int kChannelSkew = C::kChannelSkew;
+    static constexpr int kChannelSkew = C::kChannelSkew, kRawPieces = C::kRawPieces;
   };
   struct Outputs {  // Describes the outputs of a plane in shared memory.
     using Scalar = typename C::Scalar;
@@ -52,7 +52,9 @@ struct DepthwiseTiles {
     static constexpr bool kAligned = C::kAlignedLines;
   };
   static constexpr int kRows = (C::kTileH - 1) * C::kInputStepH + C::kSpanH;  // rows that a thread reads
-  static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
+  static constexpr bool kRaw = C::kRawPieces > 0;  // planes arrive as they lie in memory
+  static constexpr int kRing = C::kWindow > 1 ? (kRaw ? 1 : 2) : C::kSpanD + C::kInputStepD;
+  static_assert(!kRaw || C::kWindow > 1, "a plane is shifted once, and used once");
   static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
   static constexpr int kOutputs = C::kTileH * C::kTileW * kPhases;  // outputs of a plane for one channel
   static constexpr int kSums = kOutputs * C::kOwn;                  // neighbouring channels are neighbours
@@ -78,6 +80,7 @@ struct DepthwiseTiles {
   const SlabReader<Planes, C::kOwn> reader;
   // Weights in shared memory: [channel of y][of x][tap d][kWeightPitch], or [of x][tap d][taps h, w][of y].
   const float* weights;
+  Scalar* raw;  // a plane as it lies in memory
   WholeLines<Outputs> lines;
   Scalar* run;           // the block's first output in plane 0 of its first channel
   int block_line;        // the block's first line of a plane
@@ -339,7 +342,11 @@ struct DepthwiseTiles {
     for (int slot = 0; slot < C::kWindow; ++slot) clear(sum[slot]);
     const int origin = (first + C::kFirstLag) * C::kInputStepD;
     const int last = (end - 1 + C::kLastLag) * C::kInputStepD + C::kInputStepD - 1;
-    slab.template fill<1>(origin, 0);
+    if constexpr (kRaw) {
+      slab.fetch(origin, raw);
+    } else {
+      slab.template fill<1>(origin, 0);
+    }
     ptx::copy_commit();
     int plane = origin;
 #pragma unroll 1
@@ -348,9 +355,15 @@ struct DepthwiseTiles {
         constexpr int kOfStep = decltype(of_step)::value;
         ptx::copy_wait<0>();
         __syncthreads();
-        if (plane < last) slab.template fill<1>(plane + 1, (plane + 1 - origin) % 2);
+        if constexpr (kRaw) {
+          slab.settle(plane, raw, 0);
+          __syncthreads();
+          if (plane < last) slab.fetch(plane + 1, raw);
+        } else {
+          if (plane < last) slab.template fill<1>(plane + 1, (plane + 1 - origin) % 2);
+        }
         ptx::copy_commit();
-        const Scalar* from = slab.shared + (plane - origin) % 2 * Slab<Planes>::kSize;
+        const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
 #pragma unroll 1
         for (int c = 0; c < (works ? C::kReduced : 0); ++c) {
           if constexpr (C::kByRows) {
@@ -464,7 +477,8 @@ __device__ void run(const Args& args) {
         C::kLast ? 0 : C::kChannels * C::kReduced * C::kKernelD * Kernel::kWeightPitch;
     static_assert(!C::kLast, "lines of a channel are runs of memory");
     TCONV3D_ASSUME(args.y_strides.w == 1 && args.y_strides.h == args.y_size.w);
-    kernel.lines.shared = reinterpret_cast<Scalar*>(weights + kWeights);
+    kernel.raw = reinterpret_cast<Scalar*>(weights + kWeights);
+    kernel.lines.shared = kernel.raw + Slab<Planes>::kRawSize;
     kernel.block_line = block_q_h * C::kPhasesH;
     kernel.block_channel = first_channel;
     kernel.own_channel = channel;

@@ -37,6 +37,9 @@ SMALL_STORE = 2.0
 SETUP_INSTRUCTIONS = 35
 COPY_INSTRUCTIONS = 13
 MORE_INSTRUCTIONS = 5
+# Instructions for a piece of 16 bytes of Slab::fetch and of Slab::settle, counted in compiled kernels.
+FETCH_INSTRUCTIONS = 34
+SETTLE_INSTRUCTIONS = 30
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Slab:
     group: int = 1  # channels of a group
     skew: int = 0  # elements that are left out after the rows of each tile
     channel_skew: int = 0  # elements that are left out after each channel of a contiguous tensor
+    raw: bool = False  # planes arrive as they lie in memory, and are shifted into the slab
     own: int = 1  # neighbouring channels of a thread
     down: bool = False  # neighbouring threads have neighbouring tiles along h, also for contiguous tensors
     conflicts: float = 1.0  # accesses of shared memory over their number without bank conflicts
@@ -163,6 +167,16 @@ class Slab:
         return -(-elements * self.item // PIECE_BYTES) * PIECE_BYTES
 
     @property
+    def raw_pieces(self) -> int:
+        """Pieces that contain the columns of a row wherever it begins; 0 if copies put columns where they belong."""
+        return -(-self.cols // self.piece) + 1 if self.raw else 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of a plane as it lies in memory."""
+        return self.channels * self.rows * self.raw_pieces * PIECE_BYTES
+
+    @property
     def row_wavefronts(self) -> float:
         """128-byte accesses of shared memory for the loads of one row by a warp."""
         return self.vectors * self.conflicts * (max(1, self.own * self.item // 4) if self.last else WARP // QUARTER)
@@ -174,11 +188,22 @@ class Slab:
 
     def fill_instructions(self, threads: int, planes: int = 1) -> int:
         """Returns the instructions of a thread that fills as many planes with the other threads of its block."""
+        if self.raw:
+            return planes * (
+                self._line_instructions(threads, self.raw_pieces, FETCH_INSTRUCTIONS)
+                + self._line_instructions(threads, self.raw_pieces - 1, SETTLE_INSTRUCTIONS)
+            )
         items = self.cols * (self.channels // self.grain) if self.last else -(-self.cols // self.grain)
         width = min(items, threads)
         rows = -(-self.rows // (threads // width))
         copies = COPY_INSTRUCTIONS + MORE_INSTRUCTIONS * (planes - 1)
         return -(-items // width) * (SETUP_INSTRUCTIONS + (1 if self.last else self.channels) * (4 + rows * copies))
+
+    def _line_instructions(self, threads: int, items: int, each: int) -> int:
+        """Returns the instructions of a thread that treats as many items of every line of a plane."""
+        width = min(items, threads)
+        lines = -(-self.channels * self.rows // (threads // width))
+        return -(-items // width) * (SETUP_INSTRUCTIONS + lines * each)
 
     @property
     def traffic(self) -> int:
@@ -244,6 +269,11 @@ def grains(problem: Problem, strides: Strides, width: int, channels: int) -> lis
     return [size for size in sizes if problem.aligned and not any(bound % size for bound in bounds)] or [1]
 
 
+def shifted(problem: Problem, strides: Strides, grain: int) -> bool:
+    """Tells whether lines arrive as they lie in memory, because copies would be 4 bytes or less."""
+    return problem.item_bytes == 2 and problem.aligned and strides[4] == 1 and grain * problem.item_bytes <= 4
+
+
 def sides(needed: int) -> list[int]:
     """Returns candidates for the tiles of a block along a dimension that has `needed` tiles: few of them idle."""
     covered = {n: -(-needed // n) * n for n in SIDES}
@@ -263,6 +293,7 @@ def block_constants(slab: Slab) -> Constants:
         ("kGrain", slab.grain),
         ("kBefore", slab.before),
         ("kPieces", slab.pieces),
+        ("kRawPieces", slab.raw_pieces),
         ("kPieceStride", slab.piece_stride),
         ("kSkew", slab.skew),
         ("kChannelSkew", slab.channel_skew),

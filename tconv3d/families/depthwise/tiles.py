@@ -37,6 +37,7 @@ from .slabs import (
     block_constants,
     grains,
     resident,
+    shifted,
     sides,
 )
 
@@ -143,7 +144,9 @@ class Tiling:
     def ring(self) -> int:
         """Planes in shared memory."""
         depth = self.side.gathers[0]
-        return 2 if self.window > 1 else _span(depth) + depth.input_step
+        if self.window > 1:
+            return 1 if self.slab.raw else 2
+        return _span(depth) + depth.input_step
 
     @property
     def shared_bytes(self) -> int:
@@ -151,7 +154,8 @@ class Tiling:
         row = kernel_w if self.slab.last or not self.by_rows else -(-kernel_w // 4) * 4
         pitch = kernel_h * row if self.slab.last else -(-kernel_h * row // 4) * 4
         weights = 4 * self.slab.owned * self.side.reduced * kernel_d * pitch
-        return self.ring * self.slab.bytes + weights + (self.runs_bytes if self.gathers else 0)
+        planes = self.ring * self.slab.bytes + self.slab.raw_bytes
+        return planes + weights + (self.runs_bytes if self.gathers else 0)
 
     @property
     def line(self) -> int:
@@ -303,7 +307,8 @@ class Tiling:
         resident = min(self.resident(device), per_multiprocessor)
         hiding = WARPS if self.own == 1 else PAIR_WARPS
         # Threads that have met for a plane wait less when they meet again for its outputs.
-        barriers = BARRIERS * (1 + (2 * depth.phases - 1) / 4 if self.gathers else 1)
+        meetings = 2 * depth.phases - 1 if self.gathers else 0
+        barriers = BARRIERS * (1 + (meetings + self.slab.raw) / 4)
         arithmetic = per_multiprocessor * block * (max(1.0, hiding / (resident * warps)) + barriers / resident)
         outputs = problem.batch * problem.geometry.groups * self.side.outs * prod(self.side.y_size)
         through_l2 = blocks * planes * self.slab.traffic / L2 + outputs * self.storing_cycles
@@ -333,6 +338,11 @@ def _lags(depth: Gather) -> tuple[int, int]:
     return depth.reach[0] // depth.input_step, depth.reach[1] // depth.input_step
 
 
+def _shifts(side: Side, grain: int) -> bool:
+    """Tells whether planes of x arrive as they lie in memory: each is then shifted once, and used once."""
+    return _window(side.gathers[0]) > 1 and shifted(side.problem, side.x, grain)
+
+
 def _candidates(side: Side, device: Device, form: str) -> list[Tiling]:
     problem = side.problem
     _, h, w = side.gathers
@@ -352,6 +362,8 @@ def _candidates(side: Side, device: Device, form: str) -> list[Tiling]:
                 ]  # fmt: skip
                 if form == PAIRS:
                     slabs = [replace(slab, own=2) for slab in slabs]
+                if form == GATHERED and _shifts(side, grains_x[0]):
+                    slabs = [replace(slabs[0], grain=1, raw=True)]
                 if form == GATHERED:
                     slabs += [replace(slab, down=True) for slab in slabs]
                 tilings = [_with_stores(Tiling(side, slab, 1, form)) for slab in slabs]
@@ -401,7 +413,9 @@ def _of_choice(problem: Problem, device: Device, choice: Choice, form: str) -> T
     """Returns the tiling of a choice with copies and stores as wide as this volume's lines allow, or None."""
     side, (slab, stored) = Side.of(problem), choice
     widest = grains(problem, side.x, side.x_size[2], problem.geometry.groups * side.reduced)[0]
-    tiling = Tiling(side, replace(slab, grain=min(slab.grain, widest)), 1, form)
+    raw = form == GATHERED and _shifts(side, widest)
+    grain = 1 if raw else min(slab.grain, widest)
+    tiling = Tiling(side, replace(slab, grain=grain, raw=raw), 1, form)
     return replace(tiling, stored=min(stored, _stored(tiling))) if tiling.fits(device) else None
 
 

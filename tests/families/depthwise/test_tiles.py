@@ -139,6 +139,18 @@ def test_whole_lines_against_float64(name: str, dtype: torch.dtype, ours: str) -
         assert kernels_of({which: wanted}, H200) == {which: tiles.GATHERED}
 
 
+@pytest.mark.parametrize("ours", [(tiles_weight_grad.SHARED, *PREFERRED)], ids=["teams"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["odd", "stride one", "three phases", "groups"])
+def test_lines_of_16_bits_at_any_address_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    wanted = replace(problem(LINES[name], Pass.WEIGHT_GRAD), dtype="float16")
+    assert any(
+        tiling is not None and tiling.gradients.raw
+        for tiling in (tiles_weight_grad._tiling(wanted, H200, shared) for shared in (False, True))
+    )
+    check(LINES[name], dtype, False, ours)
+
+
 PAIRS = {
     "odd": Layer(6, 6, (4, 9, 11), T5, T2, T2, groups=6, batch=2),
     "several blocks": Layer(36, 36, (3, 5, 9), (3, 3, 5), T2, (1, 1, 2), T1, groups=36, batch=1),
@@ -166,8 +178,11 @@ def test_teams_of_taps_against_float64(name: str, dtype: torch.dtype, last: bool
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "ours", [PREFERRED, (tiles.GATHERED, tiles.PAIRS, tiles_weight_grad.SHARED, *PREFERRED)], ids=str, indirect=True
+)
 @settings(max_examples=16)
-@given(layer=small_layers((5, 5, 9), st.integers(1, 3), None), half=st.booleans(), last=st.booleans())
+@given(layer=small_layers((5, 5, 9), st.integers(1, 4), None), half=st.booleans(), last=st.booleans())
 def test_generated_geometries(layer: Layer, half: bool, last: bool, ours: str) -> None:
     check(layer, torch.bfloat16 if half else torch.float32, last, ours)
 
