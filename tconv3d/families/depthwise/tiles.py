@@ -268,7 +268,7 @@ class Tiling:
         width = (PIECE_BYTES if self.line * item % PIECE_BYTES == 0 else 4 * item) if self.aligned else 2 * item
         puts, moves = self.sums * item / width, self.sums * item / PIECE_BYTES
         accesses = self.accesses(width)
-        settings = self.sums * (1.5 if item == 2 else 1)  # of sums, and roundings to 16 bits by pairs
+        settings = self.sums * (1.5 if item == 2 else 1)  # sums are set, and pairs of outputs rounded
         issued = puts + settings + PLANE_INSTRUCTIONS + LINE_INSTRUCTIONS * self.sums / self.line
         issued += RUN_INSTRUCTIONS * self.slab.threads + VECTOR_INSTRUCTIONS * moves
         return issued / 4, puts * accesses + moves * PIECE_BYTES / 4
