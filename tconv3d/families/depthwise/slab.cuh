@@ -118,8 +118,8 @@ struct Slab {
     const Scalar* const first = from + plane * strides.d + (first_h + first_row) * strides.h + first_w;
 #pragma unroll 1
     for (int piece = thread % Own::kWidth; piece < kPieces; piece += Own::kWidth) {
-      auto start =
-          static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));  // its lowest bits count
+      // The lower half of an address, of which the lowest bits are used.
+      auto start = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
       const Scalar* at = raw + (first_row * L::kRawPieces + piece) * kPiece;
       Scalar* to = shared + slot * kSize + mixed(piece) * kPiece;
       const int before = -(first_w + piece * kPiece);  // elements in front of the line, which are zero
