@@ -42,6 +42,7 @@ GROUPS = Layer(16, 16, (3, 4, 14), T3, T1, T1, groups=4, batch=1)
 ODD = Layer(64, 96, (3, 5, 9), T3, T2, T1, batch=1)
 SHIFTED = Layer(32, 24, (3, 4, 24), T3, T2, T1)
 DEPTHWISE = Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6)
+ODD_LINES = Layer(6, 6, (3, 3, 13), (5, 5, 5), T2, T2, groups=6)
 GRADIENTS = ("input", "weight", "bias")
 GATHERED = Case(Layer(40, 24, (2, 3, 3), T3, T2, T1, T1), "bfloat16", favoured="gather", wanted=GRADIENTS)
 TWINS = (
@@ -60,8 +61,8 @@ TWINS = (
     Twin(
         "depthwise_tiles",
         "depthwise_tiles",
-        "q * C::kPhasesD + phase, sum",
-        "q * C::kPhasesD, sum",
+        "store(q * C::kPhasesD + phase, sum",
+        "store(q * C::kPhasesD, sum",
         Case(DEPTHWISE, favoured="depthwise_tiles"),
     ),
     Twin(
@@ -70,6 +71,41 @@ TWINS = (
         "weight[kTap][t_w] * values",
         "weight[kTap][0] * values",
         Case(DEPTHWISE, favoured="depthwise_rows", wanted=("input",)),
+    ),
+    Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "lines.put(to, values, last);",
+        "lines.put(to, values, false);",
+        Case(ODD_LINES, favoured="depthwise_gathered"),
+    ),
+    Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "at >= before && at < end",
+        "at > before && at < end",
+        Case(ODD_LINES, favoured="depthwise_gathered"),
+    ),
+    Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "address % 16);",
+        "0u);",
+        Case(ODD_LINES, "bfloat16", favoured="depthwise_gathered", wanted=("input",)),
+    ),
+    Twin(
+        "depthwise_tiles_weight_grad",
+        "depthwise_tiles_weight_grad",
+        "if (before > 0) clear_first",
+        "if (before > 2) clear_first",
+        Case(ODD_LINES, "bfloat16", favoured="depthwise_teams", wanted=("weight",)),
+    ),
+    Twin(
+        "depthwise_tiles",
+        "depthwise_tiles",
+        "weight[t * C::kOwn + c] = own.at[c];",
+        "weight[t * C::kOwn + c] = own.at[0];",
+        Case(ODD_LINES, favoured="depthwise_pairs", input=LAST),
     ),
     Twin(
         "depthwise_tiles_weight_grad",

@@ -57,6 +57,8 @@ FAVOURED: dict[str, Favour] = {
     "unfold": Favour(("unfold",)),
     "gather": Favour(("gather",)),
     "depthwise_tiles": Favour(("depthwise_tiles", "depthwise_tiles_weight_grad")),
+    "depthwise_gathered": Favour(("depthwise_gathered", "depthwise_tiles_weight_grad")),
+    "depthwise_pairs": Favour(("depthwise_pairs", "depthwise_tiles_weight_grad")),
     "depthwise_teams": Favour(("depthwise_tiles", "depthwise_teams_weight_grad")),
     "depthwise_rows": Favour(
         ("depthwise_rows", "depthwise_tiles", "depthwise_tiles_weight_grad"),

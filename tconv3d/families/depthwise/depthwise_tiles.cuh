@@ -14,10 +14,17 @@
 // one row of taps after another in a loop that is not unrolled: the weights of this row are in registers, for
 // all taps along depth that read the plane, and it reads one row of the plane for each row of its tile. The
 // loop has some 500 instructions, where all rows of taps unrolled have 6000.
+//
+// With kOwn 2 a thread has two neighbouring channels of channels-last tensors, whose values, weights and
+// outputs it loads and stores together.
+//
+// With kGathers the tiles of a block span a line of a contiguous y, and the block's outputs of a plane leave
+// through shared memory as runs of whole lines (whole_lines.cuh), wherever lines begin.
 #pragma once
 
 #include "epilogue.cuh"
 #include "slab.cuh"
+#include "whole_lines.cuh"
 
 namespace tconv3d {
 
@@ -34,12 +41,24 @@ struct DepthwiseTiles {
     static constexpr int kPieces = C::kPieces, kStride = C::kPieceStride, kBefore = C::kBefore;
     static constexpr int kReads = (C::kTileW - 1) * C::kInputStepW + C::kSpanW;
     static constexpr int kSkewRows = C::kTileH * C::kInputStepH, kSkew = C::kSkew;
-    static constexpr int kChannelSkew = C::kChannelSkew;
+    static constexpr int kChannelSkew = C::kChannelSkew, kRawPieces = C::kRawPieces;
+  };
+  struct Outputs {  // Describes the outputs of a plane in shared memory.
+    using Scalar = typename C::Scalar;
+    static constexpr int kThreads = C::kThreads, kChannels = C::kChannels;
+    static constexpr int kLines = C::kTilesH * C::kTileH * C::kPhasesH;
+    static constexpr int kLine = C::kTileW * C::kPhasesW, kChunks = C::kTilesW;
+    static constexpr int kTail = C::kTail > 0 ? C::kTail : kLine;
+    static constexpr bool kAligned = C::kAlignedLines;
   };
   static constexpr int kRows = (C::kTileH - 1) * C::kInputStepH + C::kSpanH;  // rows that a thread reads
-  static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
+  static constexpr bool kRaw = C::kRawPieces > 0;  // planes arrive as they lie in memory
+  static constexpr int kRing = C::kWindow > 1 ? (kRaw ? 1 : 2) : C::kSpanD + C::kInputStepD;
+  static_assert(!kRaw || C::kWindow > 1, "a plane is shifted once, and used once");
   static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
-  static constexpr int kSums = C::kTileH * C::kTileW * kPhases;
+  static constexpr int kOutputs = C::kTileH * C::kTileW * kPhases;  // outputs of a plane for one channel
+  static constexpr int kSums = kOutputs * C::kOwn;                  // neighbouring channels are neighbours
+  static constexpr int kLanes = C::kChannels / C::kOwn;             // threads of a tile
   static __device__ constexpr bool empty_phases() {
     for (int phase = 0; phase < C::kPhasesD; ++phase)
       if (C::kCountD(phase) == 0) return true;
@@ -51,32 +70,44 @@ struct DepthwiseTiles {
   static constexpr int kWeightPitch = (C::kKernelH * kRowPitch + 3) / 4 * 4;  // floats of a tap along depth
   static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;    // from channel to channel of x
   static_assert(C::kWindow > 1 || !C::kByRows, "a window of positions");
+  static_assert(C::kOwn == 1 || (C::kLast && !C::kByRows && C::kOuts == 1 && C::kReduced == 1),
+                "neighbouring channels of a thread are those of a depthwise layer");
   static_assert(C::kChannels % C::kOuts == 0 && C::kChannelsX == C::kChannels / C::kOuts * C::kReduced,
                 "a block has whole groups");
 
   const Args& args;
   const Slab<Planes> slab;
-  const SlabReader<Planes> reader;
+  const SlabReader<Planes, C::kOwn> reader;
   // Weights in shared memory: [channel of y][of x][tap d][kWeightPitch], or [of x][tap d][taps h, w][of y].
   const float* weights;
-  Scalar* y;       // the thread's channel of the batch item
-  int item;        // batch item
-  int channel;     // the thread's channel of y
-  bool works;      // the thread has a tile with positions inside y
-  bool whole;      // all outputs of the tile are inside of a plane of y
-  int q_h, q_w;    // first position of the thread's tile
-  int first, end;  // positions along depth that the block computes
-  float start;     // initial value of a sum: the bias, or zero
+  Scalar* raw;  // a plane as it lies in memory
+  WholeLines<Outputs> lines;
+  Scalar* run;           // the block's first output in plane 0 of its first channel
+  int block_line;        // the block's first line of a plane
+  int block_channel;     // the block's first channel
+  int own_channel;       // the thread's channel, counted from the block's first
+  Scalar* y;             // the thread's channel of the batch item
+  int item;              // batch item
+  int channel;           // the thread's channel of y
+  bool works;            // the thread has a tile with positions inside y
+  bool whole;            // all outputs of the tile are inside of a plane of y
+  int q_h, q_w;          // first position of the thread's tile
+  int first, end;        // positions along depth that the block computes
+  float start[C::kOwn];  // initial value of the sums of a channel: the bias, or zero
 
   static __device__ __forceinline__ int sum_at(int q_h, int q_w, int phase_h, int phase_w) {
     return ((q_h * C::kPhasesH + phase_h) * C::kTileW + q_w) * C::kPhasesW + phase_w;
   }
 
   // Loads the weights of tap `tap` along depth, counted through the channels of x.
-  __device__ __forceinline__ void load_weights(int tap, float (&weight)[kPlaneTaps]) const {
+  __device__ __forceinline__ void load_weights(int tap, float (&weight)[kPlaneTaps * C::kOwn]) const {
     if constexpr (C::kLast) {
 #pragma unroll
-      for (int t = 0; t < kPlaneTaps; ++t) weight[t] = weights[(tap * kPlaneTaps + t) * C::kChannels];
+      for (int t = 0; t < kPlaneTaps; ++t) {
+        const auto own = load_vector<C::kOwn>(weights + (tap * kPlaneTaps + t) * C::kChannels);
+#pragma unroll
+        for (int c = 0; c < C::kOwn; ++c) weight[t * C::kOwn + c] = own.at[c];
+      }
     } else {
 #pragma unroll
       for (int t = 0; t < kWeightPitch; t += 4) {
@@ -90,11 +121,11 @@ struct DepthwiseTiles {
 
   // Adds the products of a plane, from the thread's first row on, and the weights of tap `tap` along depth.
   __device__ __forceinline__ void add_plane(const Scalar* plane, int tap, float (&sum)[kSums]) const {
-    float weight[kPlaneTaps];
+    float weight[kPlaneTaps * C::kOwn];
     load_weights(tap, weight);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      float values[Planes::kReads];
+      float values[Planes::kReads * C::kOwn];
       reader.read(plane, row, values);
 #pragma unroll
       for (int t_h = 0; t_h < C::kKernelH; ++t_h) {
@@ -104,9 +135,13 @@ struct DepthwiseTiles {
 #pragma unroll
         for (int w = 0; w < C::kTileW; ++w) {
 #pragma unroll
-          for (int t_w = 0; t_w < C::kKernelW; ++t_w)
-            sum[sum_at(h, w, C::kTapPhaseH(t_h), C::kTapPhaseW(t_w))] +=
-                weight[t_h * C::kKernelW + t_w] * values[w * C::kInputStepW + C::kReadW(t_w)];
+          for (int t_w = 0; t_w < C::kKernelW; ++t_w) {
+            const int to = sum_at(h, w, C::kTapPhaseH(t_h), C::kTapPhaseW(t_w)) * C::kOwn;
+            const int tap_at = (t_h * C::kKernelW + t_w) * C::kOwn;
+            const int from = (w * C::kInputStepW + C::kReadW(t_w)) * C::kOwn;
+#pragma unroll
+            for (int c = 0; c < C::kOwn; ++c) sum[to + c] += weight[tap_at + c] * values[from + c];
+          }
         }
       }
     }
@@ -178,32 +213,84 @@ struct DepthwiseTiles {
       for (int w = 0; w < kLine; w += C::kStored) {
         if (!kWhole && from_w + w >= args.y_size.w) break;
         Scalar* const at = to + w * step_y();
-        float values[C::kStored];
+        // Neighbouring outputs of a line, or one output of neighbouring channels.
+        constexpr int kTogether = C::kStored * C::kOwn;
+        float values[kTogether];
 #pragma unroll
-        for (int v = 0; v < C::kStored; ++v) values[v] = sum[i * kLine + w + v];
-        finish<C, false>(args, {item, channel, at - static_cast<Scalar*>(args.y), step_y(), C::kStored},
-                         values);
-        Vector<Scalar, C::kStored> out;
+        for (int v = 0; v < kTogether; ++v) values[v] = sum[(i * kLine + w) * C::kOwn + v];
+        finish<C, (C::kOwn > 1)>(
+            args, {item, channel, at - static_cast<Scalar*>(args.y), C::kOwn > 1 ? 1 : step_y(), kTogether},
+            values);
+        Vector<Scalar, kTogether> out;
 #pragma unroll
-        for (int v = 0; v < C::kStored; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
+        for (int v = 0; v < kTogether; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
         store_vector(at, out);
       }
       to += args.y_strides.h;
     }
   }
 
-  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
+  // Puts the thread's outputs of plane `d` to shared memory. `plane` is the channel's run in global memory.
+  __device__ __forceinline__ void put_tile(int d, const Scalar* plane, const float (&sum)[kSums]) const {
+    constexpr int kLine = Outputs::kLine;
+    const int width = args.y_size.w, from_w = q_w * C::kPhasesW;
+    const bool last = from_w + kLine > width;
+    TCONV3D_ASSUME(from_w + (last ? Outputs::kTail : kLine) <= width && C::kTilesW * kLine >= width);
+    const int first_line = q_h * C::kPhasesH;
+    Scalar* to = lines.start(own_channel, plane) + (first_line - block_line) * width + from_w;
+    const Scalar* at = y + d * args.y_strides.d + first_line * args.y_strides.h + from_w;
+#pragma unroll
+    for (int i = 0; i < C::kTileH * C::kPhasesH; ++i) {
+      float values[kLine];
+#pragma unroll
+      for (int w = 0; w < kLine; w += 4) {
+        float four[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) four[v] = sum[i * kLine + w + v];
+        const int left = first_line + i < args.y_size.h ? width - from_w - w : 0;
+        finish<C, false>(args, {item, channel, at + w - static_cast<Scalar*>(args.y), 1, left < 4 ? left : 4},
+                         four);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) values[w + v] = four[v];
+      }
+      lines.put(to, values, last);
+      to += width;
+      at += args.y_strides.h;
+    }
+  }
+
+  // Stores the block's outputs of plane `d` of y, as one run of whole lines for each channel. All threads
+  // call it. `again`: they have not met since they stored another plane.
+  __device__ __forceinline__ void store_lines(int d, const float (&sum)[kSums], bool again) const {
+    [[maybe_unused]] constexpr int kUnrolled =
+        C::kChannels <= 4 ? C::kChannels : 1;  // read by a pragma alone
+    Scalar* const plane = run + d * args.y_strides.d;
+    if (again) __syncthreads();  // the outputs of the plane before have left
+    if (works) put_tile(d, plane + own_channel * args.y_strides.c, sum);
+    __syncthreads();
+    const int left = args.y_size.h - block_line;
+    const int count = (left < Outputs::kLines ? left : Outputs::kLines) * args.y_size.w;
+#pragma unroll kUnrolled
+    for (int c = 0; c < C::kChannels; ++c) {
+      if (C::kOutChannels % C::kChannels == 0 || block_channel + c < C::kOutChannels)
+        lines.store(c, plane + c * args.y_strides.c, count);
+    }
+  }
+
+  __device__ __forceinline__ void store(int d, const float (&sum)[kSums], bool again) const {
     if (d >= args.y_size.d) return;
-    if (whole) {
+    if constexpr (C::kGathers) {
+      store_lines(d, sum, again);
+    } else if (whole) {
       store_tile<true>(d, sum);
     } else {
       store_tile<false>(d, sum);
     }
   }
 
-  static __device__ __forceinline__ void clear(float (&sum)[kSums], float value) {
+  __device__ __forceinline__ void clear(float (&sum)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sum[i] = value;
+    for (int i = 0; i < kSums; ++i) sum[i] = start[i % C::kOwn];
   }
 
   // The ring holds all planes that a position reads: plane p of x is in place (p - origin) % kRing.
@@ -223,13 +310,13 @@ struct DepthwiseTiles {
         }
       }
       ptx::copy_commit();
-      if (!works) continue;
+      if (!C::kGathers && !works) continue;
 #pragma unroll 1
       for (int phase = 0; phase < C::kPhasesD; ++phase) {
         float sum[kSums];
-        clear(sum, start);
+        clear(sum);
         if (kEmptyPhases && C::kCountD(phase) == 0) {
-          store(q * C::kPhasesD + phase, sum);
+          store(q * C::kPhasesD + phase, sum, phase > 0);
           continue;
         }
         int j = 0;
@@ -239,10 +326,10 @@ struct DepthwiseTiles {
           const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
           const int tap = C::kFirstTapD(phase) + j * C::kTapStepD;
 #pragma unroll 1
-          for (int c = 0; c < C::kReduced; ++c)
+          for (int c = 0; c < (works ? C::kReduced : 0); ++c)
             add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + tap, sum);
         } while (++j < C::kCountD(phase));
-        store(q * C::kPhasesD + phase, sum);
+        store(q * C::kPhasesD + phase, sum, phase > 0);
       }
     }
   }
@@ -252,10 +339,14 @@ struct DepthwiseTiles {
   __device__ __forceinline__ void march_over_planes() const {
     float sum[C::kWindow][kSums];  // slot s belongs to position step - kLastLag + s
 #pragma unroll
-    for (int slot = 0; slot < C::kWindow; ++slot) clear(sum[slot], start);
+    for (int slot = 0; slot < C::kWindow; ++slot) clear(sum[slot]);
     const int origin = (first + C::kFirstLag) * C::kInputStepD;
     const int last = (end - 1 + C::kLastLag) * C::kInputStepD + C::kInputStepD - 1;
-    slab.template fill<1>(origin, 0);
+    if constexpr (kRaw) {
+      slab.fetch(origin, raw);
+    } else {
+      slab.template fill<1>(origin, 0);
+    }
     ptx::copy_commit();
     int plane = origin;
 #pragma unroll 1
@@ -264,9 +355,15 @@ struct DepthwiseTiles {
         constexpr int kOfStep = decltype(of_step)::value;
         ptx::copy_wait<0>();
         __syncthreads();
-        if (plane < last) slab.template fill<1>(plane + 1, (plane + 1 - origin) % 2);
+        if constexpr (kRaw) {
+          slab.settle(plane, raw, 0);
+          __syncthreads();
+          if (plane < last) slab.fetch(plane + 1, raw);
+        } else {
+          if (plane < last) slab.template fill<1>(plane + 1, (plane + 1 - origin) % 2);
+        }
         ptx::copy_commit();
-        const Scalar* from = slab.shared + (plane - origin) % 2 * Slab<Planes>::kSize;
+        const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
 #pragma unroll 1
         for (int c = 0; c < (works ? C::kReduced : 0); ++c) {
           if constexpr (C::kByRows) {
@@ -283,13 +380,13 @@ struct DepthwiseTiles {
         ++plane;
       });
       const int q = step - C::kLastLag;
-      if (works && q >= first) store(q, sum[0]);
+      if ((C::kGathers || works) && q >= first) store(q, sum[0], false);
 #pragma unroll
       for (int slot = 0; slot + 1 < C::kWindow; ++slot) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sum[slot][i] = sum[slot + 1][i];
       }
-      clear(sum[C::kWindow - 1], start);
+      clear(sum[C::kWindow - 1]);
     }
   }
 };
@@ -333,13 +430,13 @@ __device__ void run(const Args& args) {
   const int block_h = rest - next * static_cast<int>(args.by_h.divisor);
   const int n = divide(next, args.by_parts);
   const int part = next - n * static_cast<int>(args.by_parts.divisor);
-  // The thread's place: if channels are neighbours in memory, they are the fastest digit, and then tiles
-  // along h, which the skew of the slab puts in different banks.
-  const int thread = static_cast<int>(threadIdx.x) < kTiles * C::kChannels ? threadIdx.x : 0;
-  const int channel = C::kLast ? thread % C::kChannels : thread / kTiles;
-  const int tile = C::kLast ? thread / C::kChannels : thread % kTiles;
-  const int tile_h = C::kLast ? tile % C::kTilesH : tile / C::kTilesW;
-  const int tile_w = C::kLast ? tile / C::kTilesH : tile % C::kTilesW;
+  // The thread's place: if channels are neighbours in memory, they are the fastest digit. Then come tiles
+  // along h (kDown), which the skew of the slab puts in different banks, or along w.
+  const int thread = static_cast<int>(threadIdx.x) < kTiles * Kernel::kLanes ? threadIdx.x : 0;
+  const int channel = C::kLast ? thread % Kernel::kLanes * C::kOwn : thread / kTiles;
+  const int tile = C::kLast ? thread / Kernel::kLanes : thread % kTiles;
+  const int tile_h = C::kDown ? tile % C::kTilesH : tile / C::kTilesW;
+  const int tile_w = C::kDown ? tile / C::kTilesH : tile % C::kTilesW;
   const int block_q_h = block_h * C::kTilesH * C::kTileH, block_q_w = block_w * C::kTilesW * C::kTileW;
 
   Scalar* const shared = dynamic_shared<Scalar>();
@@ -354,13 +451,14 @@ __device__ void run(const Args& args) {
                           C::kOutChannels / C::kOuts * C::kReduced - first_x,
                           block_q_h * C::kInputStepH + C::kMinH,
                           block_q_w * C::kInputStepW + C::kMinW - C::kBefore};
-  Kernel kernel{args, slab,
-                SlabReader<Planes>(channel / C::kOuts * C::kReduced, tile_h * C::kTileH * C::kInputStepH,
-                                   tile_w * C::kTileW * C::kInputStepW)};
+  Kernel kernel{
+      args, slab,
+      SlabReader<Planes, C::kOwn>(channel / C::kOuts * C::kReduced, tile_h * C::kTileH * C::kInputStepH,
+                                  tile_w * C::kTileW * C::kInputStepW)};
   kernel.weights = weights + channel * (C::kLast ? 1 : C::kReduced * C::kKernelD * Kernel::kWeightPitch);
   kernel.q_h = block_q_h + tile_h * C::kTileH;
   kernel.q_w = block_q_w + tile_w * C::kTileW;
-  kernel.works = static_cast<int>(threadIdx.x) < kTiles * C::kChannels &&
+  kernel.works = static_cast<int>(threadIdx.x) < kTiles * Kernel::kLanes &&
                  first_channel + channel < C::kOutChannels && kernel.q_h < args.grid.h &&
                  kernel.q_w < args.grid.w;
   kernel.whole = (kernel.q_h + C::kTileH) * C::kPhasesH <= args.y_size.h &&
@@ -368,9 +466,25 @@ __device__ void run(const Args& args) {
   kernel.first = part * args.length;
   kernel.end = args.grid.d - kernel.first < args.length ? args.grid.d : kernel.first + args.length;
   const auto* bias = static_cast<const Scalar*>(args.bias);
-  kernel.start = bias == nullptr || !kernel.works ? 0.0f : widen<float>(bias[first_channel + channel]);
+#pragma unroll
+  for (int c = 0; c < C::kOwn; ++c)
+    kernel.start[c] =
+        bias == nullptr || !kernel.works ? 0.0f : widen<float>(bias[first_channel + channel + c]);
   kernel.item = n;
   kernel.channel = first_channel + channel;
+  if constexpr (C::kGathers) {
+    constexpr int kWeights =  // floats
+        C::kLast ? 0 : C::kChannels * C::kReduced * C::kKernelD * Kernel::kWeightPitch;
+    static_assert(!C::kLast, "lines of a channel are runs of memory");
+    TCONV3D_ASSUME(args.y_strides.w == 1 && args.y_strides.h == args.y_size.w);
+    kernel.raw = reinterpret_cast<Scalar*>(weights + kWeights);
+    kernel.lines.shared = kernel.raw + Slab<Planes>::kRawSize;
+    kernel.block_line = block_q_h * C::kPhasesH;
+    kernel.block_channel = first_channel;
+    kernel.own_channel = channel;
+    kernel.run = static_cast<Scalar*>(args.y) + n * args.y_strides.n + first_channel * args.y_strides.c +
+                 kernel.block_line * args.y_strides.h;
+  }
   kernel.y =
       static_cast<Scalar*>(args.y) + n * args.y_strides.n + (first_channel + channel) * args.y_strides.c;
   if constexpr (C::kWindow > 1) {

@@ -33,7 +33,7 @@ struct DepthwiseTilesWeightGrad {
     static constexpr int kPieces = C::kPieces, kStride = C::kPieceStride, kBefore = C::kBefore;
     static constexpr int kReads = (C::kTileW - 1) * C::kStrideW + C::kSpanW;
     static constexpr int kSkewRows = C::kTileH * C::kStrideH, kSkew = C::kSkew;
-    static constexpr int kChannelSkew = C::kChannelSkew;
+    static constexpr int kChannelSkew = C::kChannelSkew, kRawPieces = C::kRawPieces;
   };
   struct Inputs {  // Describes the planes of x in shared memory.
     using Scalar = typename C::Scalar;
@@ -44,7 +44,7 @@ struct DepthwiseTilesWeightGrad {
     static constexpr int kPieces = C::kPiecesX, kStride = C::kPieceStrideX, kBefore = 0;
     static constexpr int kReads = C::kTileW;
     static constexpr int kSkewRows = C::kTileH, kSkew = C::kSkewX;
-    static constexpr int kChannelSkew = C::kChannelSkewX;
+    static constexpr int kChannelSkew = C::kChannelSkewX, kRawPieces = 0;
   };
   static constexpr int kTiles = C::kTilesH * C::kTilesW;
   static constexpr int kPairs = C::kIns * C::kOuts;                        // pairs of a group
@@ -55,6 +55,10 @@ struct DepthwiseTilesWeightGrad {
   static constexpr int kAllSums = C::kMembers * kSums;                     // sums of a thread
   static constexpr int kTotals = (kAllSums + (C::kBias ? 1 : 0)) | 1;      // floats of a thread's totals
   static constexpr int kBiasSums = 4;
+  static constexpr bool kRaw = C::kRawPieces > 0;  // planes of dy arrive as they lie in memory
+  // Elements of the planes of dy: of two steps, or of one step and as they lie in memory.
+  static constexpr int kGradients =
+      C::kStrideD * (Slab<Gradients>::kSize + (kRaw ? Slab<Gradients>::kRawSize : Slab<Gradients>::kSize));
   static_assert(C::kThreads % C::kTeams == 0 && kTiles * C::kChannels <= kLanes, "a thread has one team");
 
   const Args& args;
@@ -121,9 +125,19 @@ struct DepthwiseTilesWeightGrad {
     });
   }
 
+  // Returns where plane `p` of a step lies as it does in memory.
+  __device__ __forceinline__ Scalar* raw_plane(int p) const {
+    return gradients.shared + C::kStrideD * Slab<Gradients>::kSize + p * Slab<Gradients>::kRawSize;
+  }
+
   // Begins to copy the planes of step `step`: its planes of dy, and the plane of x that is new in this step.
   __device__ __forceinline__ void fill(int step, int number) const {
-    gradients.template fill<C::kStrideD>(step * C::kStrideD, number % 2 * C::kStrideD);
+    if constexpr (kRaw) {
+#pragma unroll
+      for (int p = 0; p < C::kStrideD; ++p) gradients.fetch(step * C::kStrideD + p, raw_plane(p));
+    } else {
+      gradients.template fill<C::kStrideD>(step * C::kStrideD, number % 2 * C::kStrideD);
+    }
     const int plane = step - C::kFirstShift;
     if (plane < end) inputs.template fill<1>(plane, number % kRing);
     ptx::copy_commit();
@@ -146,6 +160,11 @@ struct DepthwiseTilesWeightGrad {
     for (int step = first + C::kFirstShift; step < end + C::kLastShift; ++step, ++number) {
       ptx::copy_wait<0>();
       __syncthreads();
+      if constexpr (kRaw) {
+#pragma unroll
+        for (int p = 0; p < C::kStrideD; ++p) gradients.settle(step * C::kStrideD + p, raw_plane(p), p);
+        __syncthreads();
+      }
       if (step + 1 < end + C::kLastShift) fill(step + 1, number + 1);
       if (!works) continue;
       const Scalar* x_planes[C::kMembers];
@@ -160,9 +179,9 @@ struct DepthwiseTilesWeightGrad {
         own |= inside && m < C::kTeamSize(team) && shift == 0;
       }
       if (!any) continue;
-      const Scalar* dy_plane = gradients.shared +
-                               (number % 2 * C::kStrideD + C::kTeamPhase(team)) * Slab<Gradients>::kSize +
-                               dy.start;
+      const Scalar* dy_plane =
+          gradients.shared +
+          ((kRaw ? 0 : number % 2 * C::kStrideD) + C::kTeamPhase(team)) * Slab<Gradients>::kSize + dy.start;
       static_for<C::kMembers>([&](auto member) {
         constexpr int kCount = decltype(member)::value + 1;
         if constexpr (C::kHasTeamOf(decltype(member)::value)) {
@@ -267,7 +286,7 @@ __device__ void run(const Args& args) {
                                   groups * C::kOuts,
                                   q_h * C::kStrideH - C::kPaddingH,
                                   q_w * C::kStrideW - C::kPaddingW - C::kBefore};
-  const Slab<Inputs> inputs{shared + 2 * C::kStrideD * Slab<Gradients>::kSize,
+  const Slab<Inputs> inputs{shared + Kernel::kGradients,
                             x + first_group * C::kIns * args.x_strides.c,
                             args.x_strides,
                             args.x_size,

@@ -29,11 +29,17 @@ WASTE = 1.15  # positions that a dimension is rounded up to, over the least poss
 QUARTER = 8  # threads of a warp that one 128-byte access of shared memory serves with 16 bytes each
 SECTOR = 32  # bytes that L2 reads and writes together
 PIECE_BYTES = 16  # bytes of the widest access
+# Cycles of a multiprocessor for a store of fewer than 16 bytes to a sector of its own: an H200 takes 2.26 ms for 261
+# million floats that threads store one by one.
+SMALL_STORE = 2.0
 # Instructions of Slab::fill, counted in compiled kernels: before the copies of a thread, for the copy of a part of a
 # row, and for the copy of the same part in another plane.
 SETUP_INSTRUCTIONS = 35
 COPY_INSTRUCTIONS = 13
 MORE_INSTRUCTIONS = 5
+# Instructions for a piece of 16 bytes of Slab::fetch and of Slab::settle, counted in compiled kernels.
+FETCH_INSTRUCTIONS = 34
+SETTLE_INSTRUCTIONS = 30
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ class Slab:
     group: int = 1  # channels of a group
     skew: int = 0  # elements that are left out after the rows of each tile
     channel_skew: int = 0  # elements that are left out after each channel of a contiguous tensor
+    raw: bool = False  # planes arrive as they lie in memory, and are shifted into the slab
+    own: int = 1  # neighbouring channels of a thread
+    down: bool = False  # neighbouring threads have neighbouring tiles along h, also for contiguous tensors
     conflicts: float = 1.0  # accesses of shared memory over their number without bank conflicts
 
     @property
@@ -74,6 +83,11 @@ class Slab:
     @property
     def threads(self) -> int:
         """Threads of a block for each tile."""
+        return self.owned // self.own
+
+    @property
+    def owned(self) -> int:
+        """Channels of all threads of a tile: those of the tensor, or pairs of channels of two tensors."""
         return self.channels // self.group * len(self.readers)
 
     @property
@@ -153,22 +167,43 @@ class Slab:
         return -(-elements * self.item // PIECE_BYTES) * PIECE_BYTES
 
     @property
+    def raw_pieces(self) -> int:
+        """Pieces that contain the columns of a row wherever it begins; 0 if copies put columns where they belong."""
+        return -(-self.cols // self.piece) + 1 if self.raw else 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of a plane as it lies in memory."""
+        return self.channels * self.rows * self.raw_pieces * PIECE_BYTES
+
+    @property
     def row_wavefronts(self) -> float:
         """128-byte accesses of shared memory for the loads of one row by a warp."""
-        return self.vectors * self.conflicts * (1 if self.last else WARP // QUARTER)
+        return self.vectors * self.conflicts * (max(1, self.own * self.item // 4) if self.last else WARP // QUARTER)
 
     @property
     def conversions(self) -> int:
         """Instructions per row that convert elements to float32."""
-        return self.reads if self.item == 2 else 0
+        return self.reads * self.own if self.item == 2 else 0
 
     def fill_instructions(self, threads: int, planes: int = 1) -> int:
         """Returns the instructions of a thread that fills as many planes with the other threads of its block."""
+        if self.raw:
+            return planes * (
+                self._line_instructions(threads, self.raw_pieces, FETCH_INSTRUCTIONS)
+                + self._line_instructions(threads, self.raw_pieces - 1, SETTLE_INSTRUCTIONS)
+            )
         items = self.cols * (self.channels // self.grain) if self.last else -(-self.cols // self.grain)
         width = min(items, threads)
         rows = -(-self.rows // (threads // width))
         copies = COPY_INSTRUCTIONS + MORE_INSTRUCTIONS * (planes - 1)
         return -(-items // width) * (SETUP_INSTRUCTIONS + (1 if self.last else self.channels) * (4 + rows * copies))
+
+    def _line_instructions(self, threads: int, items: int, each: int) -> int:
+        """Returns the instructions of a thread that treats as many items of every line of a plane."""
+        width = min(items, threads)
+        lines = -(-self.channels * self.rows // (threads // width))
+        return -(-items // width) * (SETUP_INSTRUCTIONS + lines * each)
 
     @property
     def traffic(self) -> int:
@@ -183,14 +218,21 @@ class Slab:
         if lane >= tiles * threads:
             lane = 0
         thread, tile = (lane % threads, lane // threads) if self.last else divmod(lane, tiles)
+        thread *= self.own
         channel = thread // len(self.readers) * self.group + self.readers[thread % len(self.readers)]
-        h, w = (tile % self.tiles_h, tile // self.tiles_h) if self.last else divmod(tile, self.tiles_w)
+        h, w = self.tile_of(tile)
         row = h * self.tile_h * self.step_h * self.pitch
         if self.last:
             return row + w * self.tile_w * self.step_w * self.channels + channel, h, 0
         piece = w * self.tile_w * self.step_w // self.piece
         mixed = piece ^ (piece // 8 % self.piece_stride)
         return row + mixed * self.piece, h, channel
+
+    def tile_of(self, number: int) -> tuple[int, int]:
+        """Returns where a tile of a channel lies along h and w, from its number in the order of threads."""
+        if self.last or self.down:
+            return number % self.tiles_h, number // self.tiles_h
+        return divmod(number, self.tiles_w)
 
     def _conflicts(self, places: Sequence[tuple[int, int, int]], skew: int, plane: int) -> float:
         """Returns the accesses of shared memory per load of a warp over their number without bank conflicts.
@@ -199,7 +241,8 @@ class Slab:
         """
         firsts = [(at + h * skew + channel * plane) * self.item // 4 for at, h, channel in places]
         # Loads of 16 bytes begin at multiples of 16 bytes, so that each has four banks to itself.
-        together, width = (WARP, 1) if self.last else (QUARTER, 4)
+        width = max(1, self.own * self.item // 4) if self.last else 4
+        together = WARP // width
         accesses = 0
         for first in range(0, WARP, together):
             loads = [0] * (BANKS // width)
@@ -226,6 +269,11 @@ def grains(problem: Problem, strides: Strides, width: int, channels: int) -> lis
     return [size for size in sizes if problem.aligned and not any(bound % size for bound in bounds)] or [1]
 
 
+def shifted(problem: Problem, strides: Strides, grain: int) -> bool:
+    """Tells whether lines arrive as they lie in memory, because copies would be 4 bytes or less."""
+    return problem.item_bytes == 2 and problem.aligned and strides[4] == 1 and grain * problem.item_bytes <= 4
+
+
 def sides(needed: int) -> list[int]:
     """Returns candidates for the tiles of a block along a dimension that has `needed` tiles: few of them idle."""
     covered = {n: -(-needed // n) * n for n in SIDES}
@@ -237,7 +285,7 @@ def block_constants(slab: Slab) -> Constants:
     """Returns the constants that the kernels take under the same names: the tiles of a block, and its main slab."""
     return (
         ("kLast", slab.last),
-        ("kChannels", slab.threads),
+        ("kChannels", slab.owned),
         ("kTilesH", slab.tiles_h),
         ("kTilesW", slab.tiles_w),
         ("kTileH", slab.tile_h),
@@ -245,6 +293,7 @@ def block_constants(slab: Slab) -> Constants:
         ("kGrain", slab.grain),
         ("kBefore", slab.before),
         ("kPieces", slab.pieces),
+        ("kRawPieces", slab.raw_pieces),
         ("kPieceStride", slab.piece_stride),
         ("kSkew", slab.skew),
         ("kChannelSkew", slab.channel_skew),

@@ -7,6 +7,7 @@ layer (`planning/repertoire.py`), so that most new volumes use a kernel that is 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -23,33 +24,50 @@ from ...planning.scalars import SCALARS
 from ...planning.side import Side
 from .arguments import DEPTHWISE_TILES
 from .slabs import (
+    BANKS,
     BARRIERS,
     COPY,
     L2,
     PIECE_BYTES,
     SECTOR,
+    SMALL_STORE,
     WARP,
     WARPS,
     Slab,
     block_constants,
     grains,
     resident,
+    shifted,
     sides,
 )
 
 HAS_EPILOGUE = True
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
+# The forms of builds: offers of their own, with rates of their own.
+KERNEL = "depthwise_tiles"
+PAIRS = "depthwise_pairs"  # threads have two neighbouring channels of channels-last tensors
+BY_ROWS = "depthwise_rows"  # threads take one row of taps after another
+GATHERED = "depthwise_gathered"  # outputs of contiguous tensors leave as runs of whole lines
 MAX_REGISTERS = 240  # estimated registers per thread
 MOST_PLANE_TAPS = 64  # weights of one tap along depth, which are in registers
 MOST_PER_GROUP = 16  # channels of a group on either side
 MOST_TERMS = 1024  # products that are added to one sum, which bounds its rounding error
 MOST_PRODUCTS = 8192  # multiply-adds of the unrolled code
+# Multiply-adds of the unrolled code of a plane and a tap for two channels of a thread: 16 KB of instructions.
+MOST_OWN_PRODUCTS = 1000
 TILES = ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (1, 16))  # candidates for positions of a thread along h, w
 ROWS = ((1, 4), (1, 8), (2, 8), (1, 16))  # the candidates of threads that take one row of taps after another
 MANY_TAPS = 250  # taps whose products with a tile of 16 positions are 4000 instructions, 64 KB
 FINALISTS = 8  # tilings that are compared at several lengths along depth
-# Cycles of a multiprocessor for a store of fewer than 16 bytes to a sector of its own: an H200 takes 2.26 ms for 261
-# million floats that threads store one by one.
-SMALL_STORE = 2.0
+# Warps of a multiprocessor that hide the latency of loads of single words: with 8 of them, measured times of
+# channels-last layers in 16 bits are 1.7 times the cycles that were counted, with 12 and more and vectors 1.1 times.
+PAIR_WARPS = 12
+# Instructions of builds that gather whole lines, counted in compiled kernels: for the outputs of a plane, for a line
+# of a thread beside its stores to shared memory, for a channel's run, and for a vector of 16 bytes of it.
+PLANE_INSTRUCTIONS = 50
+LINE_INSTRUCTIONS = 6
+RUN_INSTRUCTIONS = 35
+VECTOR_INSTRUCTIONS = 4
 THREADS = 256  # the most threads of a block
 FEW_THREADS = 128  # blocks of contiguous tensors with fewer threads may have several channels
 CHANNELS = 8, 16, 32  # candidates for the channels of a block if channels are neighbours in memory
@@ -61,8 +79,21 @@ class Tiling:
 
     side: Side
     slab: Slab
-    stored: int = 1  # neighbouring outputs that a thread stores at once
-    by_rows: bool = False  # a thread takes one row of taps after another
+    stored: int = 1  # neighbouring outputs that a thread stores at once, if it stores its own
+    form: str = KERNEL
+
+    @property
+    def by_rows(self) -> bool:
+        return self.form == BY_ROWS
+
+    @property
+    def gathers(self) -> bool:
+        return self.form == GATHERED
+
+    @property
+    def own(self) -> int:
+        """Neighbouring channels of a thread."""
+        return self.slab.own
 
     @property
     def window(self) -> int:
@@ -85,7 +116,7 @@ class Tiling:
     @property
     def sums(self) -> int:
         _, h, w = self.side.gathers
-        return self.slab.tile_h * self.slab.tile_w * h.phases * w.phases
+        return self.slab.tile_h * self.slab.tile_w * h.phases * w.phases * self.own
 
     @property
     def registers(self) -> int:
@@ -99,6 +130,9 @@ class Tiling:
                 self.sums * self.window + self.sharing * self.side.problem.geometry.kernel[2] + self.slab.reads + 24
             )
         weights = self.plane_taps * (2 if self.window > 1 else 1)
+        if self.own > 1:  # rows of weights are loaded where the first row of the tile needs them
+            live = weights * min(self.slab.tile_h * self.slab.step_h, self.slab.span_h) // self.slab.span_h
+            return self.sums * self.window + self.own * (live + self.slab.reads) + 36
         return self.sums * self.window + weights + 2 * self.slab.reads + 40
 
     @property
@@ -110,19 +144,47 @@ class Tiling:
     def ring(self) -> int:
         """Planes in shared memory."""
         depth = self.side.gathers[0]
-        return 2 if self.window > 1 else _span(depth) + depth.input_step
+        if self.window > 1:
+            return 1 if self.slab.raw else 2
+        return _span(depth) + depth.input_step
 
     @property
     def shared_bytes(self) -> int:
         kernel_d, kernel_h, kernel_w = self.side.problem.geometry.kernel
         row = kernel_w if self.slab.last or not self.by_rows else -(-kernel_w // 4) * 4
         pitch = kernel_h * row if self.slab.last else -(-kernel_h * row // 4) * 4
-        return self.ring * self.slab.bytes + 4 * self.slab.threads * self.side.reduced * kernel_d * pitch
+        weights = 4 * self.slab.owned * self.side.reduced * kernel_d * pitch
+        planes = self.ring * self.slab.bytes + self.slab.raw_bytes
+        return planes + weights + (self.runs_bytes if self.gathers else 0)
+
+    @property
+    def line(self) -> int:
+        """Neighbouring outputs of a thread."""
+        return self.slab.tile_w * self.side.gathers[2].phases
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of shared memory for the outputs of a plane of a channel, as whole lines."""
+        lines = self.slab.tiles_h * self.slab.tile_h * self.side.gathers[1].phases
+        elements = lines * self.line * self.slab.tiles_w
+        return -(-elements * self.slab.item // PIECE_BYTES) * PIECE_BYTES + PIECE_BYTES
+
+    @property
+    def runs_bytes(self) -> int:
+        """Bytes of shared memory for the runs of all channels, with what threads load behind the last of them."""
+        vectors = -(-self.run_bytes // PIECE_BYTES // self.threads) * self.threads + 1
+        return (self.slab.threads - 1) * self.run_bytes + vectors * PIECE_BYTES
+
+    @property
+    def aligned(self) -> bool:
+        """Tells whether every line of y begins at a multiple of 16 bytes."""
+        bounds = (self.side.y_size[2], *self.side.y[:4])
+        return not any(bound * self.slab.item % PIECE_BYTES for bound in bounds)
 
     @property
     def products(self) -> int:
         """Multiply-adds of a thread for a plane of x and a tap along depth."""
-        return self.slab.tile_h * self.slab.tile_w * self.plane_taps
+        return self.slab.tile_h * self.slab.tile_w * self.plane_taps * self.own
 
     def resident(self, device: Device) -> int:
         """Returns the blocks per multiprocessor by registers and shared memory."""
@@ -134,7 +196,7 @@ class Tiling:
         _, h, w = self.side.grid
         s = self.slab
         channels = self.side.problem.geometry.groups * self.side.outs
-        return -(-h // (s.tiles_h * s.tile_h)), -(-w // (s.tiles_w * s.tile_w)), -(-channels // s.threads)
+        return -(-h // (s.tiles_h * s.tile_h)), -(-w // (s.tiles_w * s.tile_w)), -(-channels // s.owned)
 
     def fits(self, device: Device) -> bool:
         kernel_d, kernel_h, _ = self.side.problem.geometry.kernel
@@ -142,39 +204,43 @@ class Tiling:
         return (
             self.slab.fits
             and self.registers <= MAX_REGISTERS
-            and self.products * copies <= MOST_PRODUCTS
+            and self.products * copies <= (MOST_PRODUCTS if self.own == 1 else MOST_OWN_PRODUCTS * copies)
             and self.shared_bytes <= device.shared_bytes
+            and not (self.gathers and self.blocks[1] > 1)
         )
 
     @cached_property
     def tap_cycles(self) -> float:
-        """Cycles of a multiprocessor for a warp's products of one plane and one tap along depth.
+        """Cycles of a multiprocessor for a warp's products of one plane and one tap along depth."""
+        return max(self.tap_costs)
+
+    @cached_property
+    def tap_costs(self) -> tuple[float, float]:
+        """Cycles of the issue slots and of shared memory for a warp's products of one plane and one tap along depth.
 
         With a window, the rows of a plane are read once for all taps along depth that read the plane.
         """
-        s, taps = self.slab, self.plane_taps
+        s, (kernel_d, kernel_h, kernel_w) = self.slab, self.side.problem.geometry.kernel
         if self.by_rows:
-            _, kernel_h, kernel_w = self.side.problem.geometry.kernel
             weights = kernel_h * (kernel_w if s.last else -(-kernel_w // 4))
-            rows, sharing = (
-                kernel_h * s.tile_h,
-                self.side.problem.geometry.kernel[0] / self.side.gathers[0].input_step,
-            )
-            issued = self.products + weights + (rows * (s.vectors + s.conversions) + kernel_h * 12) / sharing
-            return max(issued / 4, weights + rows * s.row_wavefronts / sharing)
-        weights = taps if s.last else -(-taps // 4)
-        sharing = 1.0 if self.window == 1 else self.side.problem.geometry.kernel[0] / self.side.gathers[0].input_step
-        issued = self.products + weights + s.rows_read * (s.vectors + s.conversions) / sharing + 12
-        return max(issued / 4, weights + s.rows_read * s.row_wavefronts / sharing)
+            rows, rest = kernel_h * s.tile_h, kernel_h * 12
+        else:
+            weights = self.plane_taps if s.last else -(-self.plane_taps // 4)
+            rows, rest = s.rows_read, 12
+        sharing = 1.0 if self.window == 1 else kernel_d / self.side.gathers[0].input_step
+        shared_rest = rest / sharing if self.by_rows else rest
+        loads = weights * self.own  # accesses of shared memory
+        issued = self.products + weights + rows * (s.vectors + s.conversions) / sharing + shared_rest
+        return issued / 4, loads + rows * s.row_wavefronts / sharing
 
     @property
     def storing_cycles(self) -> float:
         """Cycles of a multiprocessor for the stores of one output, by the sectors that the stores of a warp reach."""
         item = self.slab.item
         if self.slab.last:
-            return item * max(SECTOR / (self.slab.threads * item), 1) / L2
-        line = self.slab.tile_w * self.side.gathers[2].phases  # neighbouring outputs of a thread
-        if self.stored == line or self.stored * item >= PIECE_BYTES:
+            return item * max(SECTOR / (self.slab.owned * item), 1) / L2
+        line = self.line
+        if self.gathers or self.stored == line or self.stored * item >= PIECE_BYTES:
             return item / L2
         return SMALL_STORE / self.stored * min(line * item / SECTOR, 1)
 
@@ -183,12 +249,45 @@ class Tiling:
         """Cycles of a multiprocessor for all that a block does with one position along depth."""
         kernel_d, step = self.side.problem.geometry.kernel[0], self.side.gathers[0].input_step
         products = self.side.reduced * kernel_d * self.tap_cycles * (self.threads // WARP)
-        return products + step * self.fill_cycles
+        return products + step * self.fill_cycles + (sum(self.store_costs) if self.gathers else 0)
 
     @property
     def fill_cycles(self) -> float:
         """Cycles of a multiprocessor for filling one plane of the ring."""
         return self.slab.fill_instructions(self.threads) * (self.threads // WARP) / 4
+
+    @property
+    def store_costs(self) -> tuple[float, float]:
+        """Cycles of the issue slots and of shared memory for the stores of a warp's outputs of a plane."""
+        item = self.slab.item
+        if self.own > 1:  # settings of sums, and an address and a store for both channels of an output
+            return self.sums * (1 + 1 + (0.5 if item == 2 else 0)) / 4, 0.0
+        if not self.gathers:
+            return self.sums * (2 if item == 2 else 1.5) / 4, 0.0
+        # Threads put pairs, or pieces of aligned lines, at a distance of a line each.
+        width = (PIECE_BYTES if self.line * item % PIECE_BYTES == 0 else 4 * item) if self.aligned else 2 * item
+        puts, moves = self.sums * item / width, self.sums * item / PIECE_BYTES
+        accesses = self.accesses(width)
+        settings = self.sums * (1.5 if item == 2 else 1)  # sums are set, and pairs of outputs rounded
+        issued = puts + settings + PLANE_INSTRUCTIONS + LINE_INSTRUCTIONS * self.sums / self.line
+        issued += RUN_INSTRUCTIONS * self.slab.threads + VECTOR_INSTRUCTIONS * moves
+        return issued / 4, puts * accesses + moves * PIECE_BYTES / 4
+
+    def accesses(self, width: int) -> int:
+        """Returns the accesses of shared memory by which a warp puts as many bytes of each thread's line."""
+        slab, phases_h = self.slab, self.side.gathers[1].phases
+        tiles, together = slab.tiles_h * slab.tiles_w, 4 * WARP // width
+        found = 0
+        for first in range(0, WARP, together):
+            starts = set()
+            for thread in range(first, first + together):
+                channel, tile = divmod(thread, tiles)
+                h, w = slab.tile_of(tile)
+                line = h * slab.tile_h * phases_h
+                at = (line * self.side.y_size[2] + w * self.line) * slab.item
+                starts.add((channel * self.run_bytes + at) // width)
+            found += max(Counter(start % (4 * BANKS // width) for start in starts).values())
+        return found
 
     def cycles(self, length: int, device: Device) -> float:
         """Returns the cycles of the busiest multiprocessor if blocks compute `length` positions along depth."""
@@ -196,13 +295,21 @@ class Tiling:
         kernel_d, warps = problem.geometry.kernel[0], self.threads // WARP
         parts = -(-self.side.grid[0] // length)
         planes = length * depth.input_step + max(_span(depth) - depth.input_step, 0)
-        stores = self.sums * depth.phases * length * (2 if problem.item_bytes == 2 else 1.5) * warps / 4
-        products = length * self.side.reduced * kernel_d * self.tap_cycles * warps
-        block = products + planes * (self.fill_cycles + 30) + stores + 2000
+        taps, stored = length * self.side.reduced * kernel_d * warps, depth.phases * length * warps
+        if self.gathers:  # blocks of a multiprocessor hide each other's accesses of shared memory
+            both = zip(self.tap_costs, self.store_costs, strict=True)
+            work = max(taps * tap + stored * store for tap, store in both)
+        else:
+            work = taps * self.tap_cycles + stored * self.store_costs[0]
+        block = work + planes * (self.fill_cycles + 30) + 2000
         blocks = prod(self.blocks) * parts * problem.batch
         per_multiprocessor = -(-blocks // device.multiprocessors)
         resident = min(self.resident(device), per_multiprocessor)
-        arithmetic = per_multiprocessor * block * (max(1.0, WARPS / (resident * warps)) + BARRIERS / resident)
+        hiding = WARPS if self.own == 1 else PAIR_WARPS
+        # Threads that have met for a plane wait less when they meet again for its outputs.
+        meetings = 2 * depth.phases - 1 if self.gathers else 0
+        barriers = BARRIERS * (1 + (meetings + self.slab.raw) / 4)
+        arithmetic = per_multiprocessor * block * (max(1.0, hiding / (resident * warps)) + barriers / resident)
         outputs = problem.batch * problem.geometry.groups * self.side.outs * prod(self.side.y_size)
         through_l2 = blocks * planes * self.slab.traffic / L2 + outputs * self.storing_cycles
         memory = max(problem.bytes / COPY, through_l2) / device.multiprocessors
@@ -231,39 +338,51 @@ def _lags(depth: Gather) -> tuple[int, int]:
     return depth.reach[0] // depth.input_step, depth.reach[1] // depth.input_step
 
 
-def _candidates(side: Side, device: Device, by_rows: bool) -> list[Tiling]:
+def _shifts(side: Side, grain: int) -> bool:
+    """Tells whether planes of x arrive as they lie in memory: each is then shifted once, and used once."""
+    return _window(side.gathers[0]) > 1 and shifted(side.problem, side.x, grain)
+
+
+def _candidates(side: Side, device: Device, form: str) -> list[Tiling]:
     problem = side.problem
     _, h, w = side.gathers
     span_h, span_w = _span(h), _span(w)
     last, groups = is_channels_last(side.x), problem.geometry.groups
     grains_x = grains(problem, side.x, side.x_size[2], groups * side.reduced)
     found = []
-    for tile_h, tile_w in ROWS if by_rows else TILES:
+    for tile_h, tile_w in ROWS if form == BY_ROWS else TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
         for tiles_h, tiles_w in product(*counts):
-            for count in _channels(last, groups, side, tiles_h * tiles_w):
+            for count in _channels(last, groups, side, tiles_h * tiles_w, form):
                 slabs = [
                     Slab(last, problem.item_bytes, count * side.reduced, tiles_h, tiles_w, tile_h, tile_w,
                          h.input_step, w.input_step, span_h, span_w, w.reach[0], grain,
                          readers=(0,) * side.outs, group=side.reduced)
                     for grain in grains_x
                 ]  # fmt: skip
-                tilings = [_with_stores(Tiling(side, slab, 1, by_rows)) for slab in slabs]
+                if form == PAIRS:
+                    slabs = [replace(slab, own=2) for slab in slabs]
+                if form == GATHERED and _shifts(side, grains_x[0]):
+                    slabs = [replace(slabs[0], grain=1, raw=True)]
+                if form == GATHERED:
+                    slabs += [replace(slab, down=True) for slab in slabs]
+                tilings = [_with_stores(Tiling(side, slab, 1, form)) for slab in slabs]
                 tilings = [tiling for tiling in tilings if tiling.fits(device)]
                 found += sorted(tilings, key=lambda tiling: tiling.plane_cycles)[:1]
     return found
 
 
-def _channels(last: bool, groups: int, side: Side, tiles: int) -> list[int]:
+def _channels(last: bool, groups: int, side: Side, tiles: int, form: str) -> list[int]:
     """Returns candidates for the groups of a block with this many tiles."""
-    if tiles * side.outs > THREADS:
+    own = 2 if form == PAIRS else 1
+    if tiles * side.outs > THREADS * own:
         return []
     if last:
-        counts = [-(-n // side.outs) for n in CHANNELS]
+        counts = [-(-n * own // side.outs) for n in CHANNELS]
         return [
             n
             for n in dict.fromkeys(counts)
-            if n * side.outs * tiles <= THREADS and (n < 2 * groups or n == counts[0])
+            if n * side.outs * tiles <= THREADS * own and (n < 2 * groups or n == counts[0])
         ]
     return sorted({1, max(1, min(groups, FEW_THREADS // (tiles * side.outs)))})
 
@@ -279,9 +398,9 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _own(problem: Problem, device: Device, by_rows: bool) -> Choice | None:
+def _own(problem: Problem, device: Device, form: str) -> Choice | None:
     """Returns the choice with the fewest cycles by the model for this volume, or None if none fits."""
-    found = _candidates(Side.of(problem), device, by_rows)
+    found = _candidates(Side.of(problem), device, form)
     nominal = -(-problem.input_size[0] // 3)
     found = sorted(found, key=lambda tiling: tiling.cycles(nominal, device))[:FINALISTS]
     found = [replace(tiling, slab=tiling.slab.settled()) for tiling in found]
@@ -290,33 +409,35 @@ def _own(problem: Problem, device: Device, by_rows: bool) -> Choice | None:
     return None if best is None else (best.slab, best.stored)
 
 
-def _of_choice(problem: Problem, device: Device, choice: Choice, by_rows: bool) -> Tiling | None:
+def _of_choice(problem: Problem, device: Device, choice: Choice, form: str) -> Tiling | None:
     """Returns the tiling of a choice with copies and stores as wide as this volume's lines allow, or None."""
     side, (slab, stored) = Side.of(problem), choice
     widest = grains(problem, side.x, side.x_size[2], problem.geometry.groups * side.reduced)[0]
-    tiling = Tiling(side, replace(slab, grain=min(slab.grain, widest)), 1, by_rows)
+    raw = form == GATHERED and _shifts(side, widest)
+    grain = 1 if raw else min(slab.grain, widest)
+    tiling = Tiling(side, replace(slab, grain=grain, raw=raw), 1, form)
     return replace(tiling, stored=min(stored, _stored(tiling))) if tiling.fits(device) else None
 
 
-def _tiling(problem: Problem, device: Device, by_rows: bool = False) -> Tiling | None:
+def _tiling(problem: Problem, device: Device, form: str) -> Tiling | None:
     """Returns the tiling for a volume, one of a few of its layer, or None if none fits."""
     types = problem.dtype, problem.activation, is_channels_last(problem.input), is_channels_last(problem.output)
 
     def cost(choice: Choice, _: float) -> float:
-        tiling = _of_choice(problem, device, choice, by_rows)
+        tiling = _of_choice(problem, device, choice, form)
         return inf if tiling is None else tiling.cycles(tiling.length(device), device)
 
     choice = _repertoire.choose(
-        (problem.which, problem.geometry, *types, device, by_rows),
+        (problem.which, problem.geometry, *types, device, form),
         (problem.batch, problem.input_size),
-        lambda: _own(problem, device, by_rows),
-        lambda: (found for each in typical_problems(problem) if (found := _own(each, device, by_rows)) is not None),
+        lambda: _own(problem, device, form),
+        lambda: (found for each in typical_problems(problem) if (found := _own(each, device, form)) is not None),
         cost,
     )
-    return None if choice is None else _of_choice(problem, device, choice, by_rows)
+    return None if choice is None else _of_choice(problem, device, choice, form)
 
 
-def why_not(problem: Problem, device: Device, by_rows: bool = False) -> str | None:
+def why_not(problem: Problem, device: Device, form: str = KERNEL) -> str | None:
     g = problem.geometry
     if problem.which not in PASSES:
         return "it computes forward pass and input gradient"
@@ -333,37 +454,44 @@ def why_not(problem: Problem, device: Device, by_rows: bool = False) -> str | No
         return f"sums of {side.terms} products need partial sums"
     if side.positions * g.groups * side.outs >= 2**31 or max(side.x_size[2], side.y_size[2]) >= 2**28:
         return "the volume is too large"
-    if by_rows and _window(side.gathers[0]) == 1:
+    if form == PAIRS and (max(side.reduced, side.outs) > 1 or not _in_pairs(side)):
+        return "pairs of channels are no aligned neighbours in memory"
+    if form == GATHERED and (side.y[4] != 1 or side.y[3] != side.y_size[2]):
+        return "lines of a channel are not a run of memory"
+    if form == BY_ROWS and _window(side.gathers[0]) == 1:
         return "positions along depth have all their planes in shared memory"
-    if by_rows and g.taps < MANY_TAPS:
+    if form == BY_ROWS and g.taps < MANY_TAPS:
         return "the products of all taps are few instructions"
-    if _tiling(problem, device, by_rows) is None:
+    if _tiling(problem, device, form) is None:
         return "no tile fits registers and shared memory"
     return None
 
 
-PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
-
-
-KERNEL = "depthwise_tiles"
-BY_ROWS = "depthwise_rows"  # threads take one row of taps after another
+def _in_pairs(side: Side) -> bool:
+    """Tells whether an even number of channels are neighbours in memory, in both tensors, and begin at pairs."""
+    tensors = side.x, side.y
+    return side.problem.geometry.groups % 2 == 0 and all(
+        is_channels_last(strides) and not any(strides[i] % 2 for i in (0, 2, 3, 4)) for strides in tensors
+    )
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    answers = offers.one_by_one(PASSES, KERNEL, wanted, device, why_not, work, plan)
-    asks = partial(why_not, by_rows=True), partial(work, by_rows=True), partial(plan, by_rows=True)
-    return [*answers, *offers.one_by_one((Pass.INPUT_GRAD,), BY_ROWS, wanted, device, *asks)]
+    answers: list[Answer] = []
+    for form, passes in ((KERNEL, PASSES), (GATHERED, PASSES), (PAIRS, PASSES), (BY_ROWS, (Pass.INPUT_GRAD,))):
+        asks = partial(why_not, form=form), partial(work, form=form), partial(plan, form=form)
+        answers += offers.one_by_one(passes, form, wanted, device, *asks)
+    return answers
 
 
-def work(problem: Problem, device: Device, by_rows: bool = False) -> Work:
+def work(problem: Problem, device: Device, form: str = KERNEL) -> Work:
     """Returns the work of the launch: cycles by the model."""
-    tiling = _tiling(problem, device, by_rows)
+    tiling = _tiling(problem, device, form)
     cycles = inf if tiling is None else tiling.cycles(tiling.length(device), device)
     return Work(1, cycles, tensor_cores=False)
 
 
-def plan(problem: Problem, device: Device, by_rows: bool = False) -> Plan:
-    tiling = _tiling(problem, device, by_rows)
+def plan(problem: Problem, device: Device, form: str = KERNEL) -> Plan:
+    tiling = _tiling(problem, device, form)
     assert tiling is not None, problem
     side, slab, length = tiling.side, tiling.slab, tiling.length(device)
     parts = -(-side.grid[0] // length)
@@ -383,7 +511,7 @@ def plan(problem: Problem, device: Device, by_rows: bool = False) -> Plan:
         by_parts=parts,
     )
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
-    return Plan(BY_ROWS if by_rows else KERNEL, "multiply-adds, planes in shared memory", (launch,), tile=tile)
+    return Plan(form, "multiply-adds, planes in shared memory", (launch,), tile=tile)
 
 
 def _with_stores(tiling: Tiling) -> Tiling:
@@ -413,6 +541,7 @@ def _constants(tiling: Tiling) -> Constants:
         ("kOuts", side.outs),
         ("kChannelsX", slab.channels),
         *block_constants(slab),
+        ("kOwn", slab.own),
         ("kStored", tiling.stored),
         ("kStepY", side.y[4] if side.y[4] in (1, channels) else 0),
         *axis_constants(problem.geometry.axes, "kernel"),
@@ -430,6 +559,10 @@ def _constants(tiling: Tiling) -> Constants:
         ("kFirstOffsetD", d.first_offset),
         ("kOffsetStepD", d.offset_step),
         ("kByRows", tiling.by_rows),
+        ("kGathers", tiling.gathers),
+        ("kDown", slab.last or slab.down),
+        ("kAlignedLines", tiling.gathers and tiling.aligned),
+        ("kTail", side.y_size[2] % tiling.line if tiling.gathers else 0),
         ("kWindow", tiling.window),
         ("kFirstLag", _lags(d)[0]),
         ("kLastLag", _lags(d)[1]),

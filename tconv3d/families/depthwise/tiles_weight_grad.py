@@ -33,6 +33,7 @@ from .slabs import (
     block_constants,
     grains,
     resident,
+    shifted,
     sides,
 )
 
@@ -110,7 +111,8 @@ class Tiling:
         first, last = self.shifts
         stride = self.problem.geometry.stride[0]
         ring = last - first + 2 + (self.members > 1)  # and a plane of zeros
-        planes = 2 * stride * self.gradients.bytes + ring * self.inputs.bytes
+        arriving = self.gradients.raw_bytes or self.gradients.bytes
+        planes = stride * (self.gradients.bytes + arriving) + ring * self.inputs.bytes
         totals = 4 * self.threads * ((self.members * self.plane_taps + self.problem.bias) | 1)
         return max(planes, totals)
 
@@ -205,6 +207,11 @@ def _teams(axis: Axis, members: int) -> tuple[tuple[int, ...], ...]:
     return tuple(teams)
 
 
+def _shifts(problem: Problem, grain: int) -> bool:
+    """Tells whether planes of dy arrive as they lie in memory."""
+    return shifted(problem, problem.output, grain)
+
+
 def _candidates(problem: Problem, device: Device, shared: bool) -> list[Tiling]:
     _, h, w = problem.geometry.axes
     spans = tuple(axis.dilation * (axis.kernel - 1) + 1 for axis in (h, w))
@@ -213,6 +220,7 @@ def _candidates(problem: Problem, device: Device, shared: bool) -> list[Tiling]:
     pairs = [(i, o) for i in range(g.in_per_group) for o in range(g.out_per_group)]
     grains_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)
     grains_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)
+    raw = _shifts(problem, grains_dy[0])
     most = max(len(team) for team in _teams(problem.geometry.axes[0], max(MEMBERS)))
     counts = [n for n in MEMBERS if n <= most] if shared else [1]
 
@@ -224,8 +232,8 @@ def _candidates(problem: Problem, device: Device, shared: bool) -> list[Tiling]:
         slabs = [
             replace(inputs, channels=count * g.out_per_group, readers=tuple(o for _, o in pairs),
                     group=g.out_per_group, step_h=h.stride, step_w=w.stride, span_h=spans[0],
-                    span_w=spans[1], first_w=-w.padding, grain=grain)
-            for grain in grains_dy
+                    span_w=spans[1], first_w=-w.padding, grain=grain, raw=raw)
+            for grain in ([1] if raw else grains_dy)
         ]  # fmt: skip
         return [Tiling(problem, slab, inputs, members) for slab in slabs]
 
@@ -302,9 +310,10 @@ def _of_choice(problem: Problem, device: Device, choice: Choice) -> Tiling | Non
         return None
     widest_x = grains(problem, problem.input, problem.input_size[2], g.in_channels)[0]
     widest_dy = grains(problem, problem.output, problem.output_size[2], g.out_channels)[0]
+    raw = _shifts(problem, widest_dy)
     tiling = Tiling(
         problem,
-        replace(gradients, grain=min(gradients.grain, widest_dy)),
+        replace(gradients, grain=1 if raw else min(gradients.grain, widest_dy), raw=raw),
         replace(inputs, grain=min(inputs.grain, widest_x)),
         members,
     )

@@ -65,6 +65,18 @@ TEAMS = [
     ("several blocks", torch.float32, True),
     ("empty phases", torch.float16, False),
 ]
+# Lines of every offset and length, with one and with several channels per block, tiles that end inside of a line,
+# planes with more lines than tiles, and lines of whole vectors.
+LINES = {
+    "odd": Layer(3, 3, (4, 9, 11), T5, T2, T2, groups=3, batch=2),
+    "even, not whole vectors": Layer(3, 3, (3, 5, 9), (3, 5, 5), T2, (1, 2, 2), T1, groups=3, batch=1),
+    "one tile": Layer(5, 5, (3, 3, 4), (3, 3, 3), T2, T1, groups=5, batch=1),
+    "stride one": Layer(2, 2, (3, 6, 13), (3, 3, 5), padding=(1, 1, 2), groups=2),
+    "three phases": Layer(2, 2, (3, 4, 6), (3, 5, 5), (1, 2, 3), (1, 2, 1), groups=2, batch=1),
+    "groups": Layer(6, 4, (3, 4, 9), (2, 3, 5), (2, 2, 1), (1, 1, 2), (0, 1, 0), groups=2, batch=1),
+    "empty phases": Layer(5, 5, (3, 4, 5), T3, T2, (3, 2, 2), T1, T2, 5),
+    "whole vectors": Layer(4, 4, (3, 5, 16), (3, 3, 5), (1, 2, 2), (1, 1, 2), (0, 1, 1), groups=4, batch=1),
+}
 
 
 PREFERRED = "depthwise_tiles", "depthwise_tiles_weight_grad"
@@ -117,6 +129,46 @@ def test_rows_of_taps_against_float64(
     assert kernels_of({Pass.INPUT_GRAD: wanted}, H200) == {Pass.INPUT_GRAD: tiles.BY_ROWS}
 
 
+@pytest.mark.parametrize("ours", [(tiles.GATHERED, *PREFERRED)], ids=["gathered"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LINES)
+def test_whole_lines_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    check(LINES[name], dtype, False, ours)
+    for which in tiles.PASSES:
+        wanted = problem(LINES[name], which)
+        assert kernels_of({which: wanted}, H200) == {which: tiles.GATHERED}
+
+
+@pytest.mark.parametrize("ours", [(tiles_weight_grad.SHARED, *PREFERRED)], ids=["teams"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["odd", "stride one", "three phases", "groups"])
+def test_lines_of_16_bits_at_any_address_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    wanted = replace(problem(LINES[name], Pass.WEIGHT_GRAD), dtype="float16")
+    assert any(
+        tiling is not None and tiling.gradients.raw
+        for tiling in (tiles_weight_grad._tiling(wanted, H200, shared) for shared in (False, True))
+    )
+    check(LINES[name], dtype, False, ours)
+
+
+PAIRS = {
+    "odd": Layer(6, 6, (4, 9, 11), T5, T2, T2, groups=6, batch=2),
+    "several blocks": Layer(36, 36, (3, 5, 9), (3, 3, 5), T2, (1, 1, 2), T1, groups=36, batch=1),
+    "stride one": Layer(2, 2, (3, 6, 13), (3, 3, 5), padding=(1, 1, 2), groups=2),
+    "dilated, three phases": Layer(4, 4, (4, 3, 5), (2, 3, 2), (3, 2, 3), (1, 2, 1), (1, 0, 2), (2, 3, 1), 4),
+    "empty phases": Layer(8, 8, (3, 4, 5), T3, T2, (3, 2, 2), T1, T2, 8),
+}
+
+
+@pytest.mark.parametrize("ours", [(tiles.PAIRS, *PREFERRED)], ids=["pairs"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_channels_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    check(PAIRS[name], dtype, True, ours)
+    for which in tiles.PASSES:
+        assert kernels_of({which: channels_last(problem(PAIRS[name], which))}, H200) == {which: tiles.PAIRS}
+
+
 @pytest.mark.parametrize("ours", [(tiles_weight_grad.SHARED, *PREFERRED)], ids=["teams"], indirect=True)
 @pytest.mark.parametrize(("name", "dtype", "last"), TEAMS, ids=str)
 def test_teams_of_taps_against_float64(name: str, dtype: torch.dtype, last: bool, ours: str) -> None:
@@ -126,8 +178,11 @@ def test_teams_of_taps_against_float64(name: str, dtype: torch.dtype, last: bool
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "ours", [PREFERRED, (tiles.GATHERED, tiles.PAIRS, tiles_weight_grad.SHARED, *PREFERRED)], ids=str, indirect=True
+)
 @settings(max_examples=16)
-@given(layer=small_layers((5, 5, 9), st.integers(1, 3), None), half=st.booleans(), last=st.booleans())
+@given(layer=small_layers((5, 5, 9), st.integers(1, 4), None), half=st.booleans(), last=st.booleans())
 def test_generated_geometries(layer: Layer, half: bool, last: bool, ours: str) -> None:
     check(layer, torch.bfloat16 if half else torch.float32, last, ours)
 
@@ -155,16 +210,20 @@ def test_unaligned_and_strided_operands(ours: str) -> None:
         check_layer(layer, torch.float16, ours, [one, *others])
 
 
+def channels_last(wanted: Problem) -> Problem:
+    """Returns a pass of a depthwise layer on channels-last tensors."""
+    channels = wanted.geometry.groups
+    shapes = [(wanted.batch, channels, *size) for size in (wanted.input_size, wanted.output_size)]
+    x, y = (channels_last_strides(shape) for shape in shapes)
+    return replace(wanted, input=x, output=y)
+
+
 def mednext(kernel: int, which: Pass, dtype: str, last: bool) -> Problem:
     """Returns a pass of MedNeXt's up-sampling layer on a large volume."""
     triple = (kernel,) * 3
     layer = Layer(96, 96, (48, 48, 48), triple, T2, (kernel // 2,) * 3, T1, groups=96, batch=2)
     wanted = replace(problem(layer, which, tf32=False), dtype=dtype)
-    if not last:
-        return wanted
-    sizes = layer.size, wanted.output_size
-    x, y = (channels_last_strides((2, 96, *size)) for size in sizes)
-    return replace(wanted, input=x, output=y)
+    return channels_last(wanted) if last else wanted
 
 
 @pytest.mark.parametrize("which", KERNELS)
@@ -174,16 +233,26 @@ def test_large_kernels_go_to_tiles_and_are_not_far_above_the_floor(kernel: int, 
         wanted = mednext(kernel, which, dtype, last)
         taken, *_ = planner.taken({which: wanted}, H200)
         floor = max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
-        names = {KERNELS[which], tiles.BY_ROWS, tiles_weight_grad.SHARED}
+        names = {KERNELS[which], tiles.BY_ROWS, tiles.GATHERED, tiles.PAIRS, tiles_weight_grad.SHARED}
         assert taken.kernel in names or (taken.kernel == "depthwise_lines" and kernel == 5)
         assert taken.microseconds < 3 * floor
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_lines_of_odd_length_are_not_far_above_the_floor(dtype: str) -> None:
+    layer = Layer(96, 96, (48, 48, 48), T5, T2, T2, groups=96, batch=2)
+    wanted = replace(problem(layer, Pass.FORWARD, tf32=False), dtype=dtype)
+    assert wanted.output_size == (95, 95, 95)
+    taken, *_ = planner.taken({Pass.FORWARD: wanted}, H200)
+    assert taken.kernel == tiles.GATHERED
+    assert taken.microseconds < 1.9 * max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
 
 
 def test_threads_of_a_warp_read_different_banks() -> None:
     for kernel, which, dtype, last in product((5, 7), (Pass.FORWARD, Pass.INPUT_GRAD), ("float32",), (False, True)):
         plan = tiles.plan(mednext(kernel, which, dtype, last), H200)
         assert plan.launches[0].shared_bytes <= H200.shared_bytes
-        tiling = tiles._tiling(mednext(kernel, which, dtype, last), H200)
+        tiling = tiles._tiling(mednext(kernel, which, dtype, last), H200, tiles.KERNEL)
         assert tiling is not None and tiling.slab.conflicts <= 1.5
 
 
@@ -209,8 +278,8 @@ def test_what_they_refuse_and_why() -> None:
         (tiles, problem(Layer(20, 4, (3, 3, 3), T3), Pass.FORWARD), "channels per group"),
         (tiles_weight_grad, problem(Layer(20, 4, (3, 3, 3), T3), Pass.WEIGHT_GRAD), "pairs"),
         (tiles, problem(wide, Pass.FORWARD), "registers"),
-        (partial(tiles.why_not, by_rows=True), input_grad, "few instructions"),
-        (partial(tiles.why_not, by_rows=True), problem(apart, Pass.INPUT_GRAD), "shared memory"),
+        (partial(tiles.why_not, form=tiles.BY_ROWS), input_grad, "few instructions"),
+        (partial(tiles.why_not, form=tiles.BY_ROWS), problem(apart, Pass.INPUT_GRAD), "shared memory"),
         (partial(tiles_weight_grad.why_not, shared=True), problem(LAYERS["groups"], Pass.WEIGHT_GRAD), "same planes"),
         (tiles_weight_grad, problem(wide, Pass.WEIGHT_GRAD), "registers"),
         (tiles_weight_grad, replace(weight, input=last), "channels-last"),
