@@ -4,7 +4,7 @@
 // vectors of 16 bytes where the volume of a channel is one contiguous run (kDense), or, for channels-last
 // tensors, one position of 32 neighbouring channels. Where a channels-last tensor is a dense matrix
 // [positions][channels] whose rows are whole vectors (kRows), a block sums one part. reduce.cuh adds the
-// parts in a fixed order.
+// parts in a fixed order. A single part is the gradient itself, of type Stored.
 #pragma once
 
 #include "cursor.cuh"
@@ -84,7 +84,8 @@ __device__ void sum_rows(const Args& args) {
     for (int k = 0; k < kItems; ++k) shared[threadIdx.x * kItems + k] = sums[k].total;
   }
   __syncthreads();
-  Acc* parts = static_cast<Acc*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
+  using Stored = typename C::Stored;
+  Stored* parts = static_cast<Stored*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
   for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
     LongSum<Acc> sum;
     for (int first = 0; first < rows; first += kAtOnce) {
@@ -94,7 +95,7 @@ __device__ void sum_rows(const Args& args) {
         few += i < rows ? shared[i * args.channels + channel] : Acc(0);
       sum.add(few);
     }
-    parts[channel] = sum.total;
+    parts[channel] = Narrow<Stored>::from(sum.total);
   }
 }
 
@@ -142,7 +143,9 @@ __device__ void run(const Args& args) {
   Acc sum = long_sum.total;
   if constexpr (C::kLanesArePositions) sum = warp_sum(sum);
   if (!C::kLanesArePositions || lane == 0) {
-    static_cast<Acc*>(args.parts)[static_cast<long long>(split) * args.channels + channel] = sum;
+    using Stored = typename C::Stored;
+    static_cast<Stored*>(args.parts)[static_cast<long long>(split) * args.channels + channel] =
+        Narrow<Stored>::from(sum);
   }
 }
 

@@ -6,7 +6,7 @@
 // are 32 neighbouring positions (a sum over the lanes ends the loop), or, for channels-last tensors, 32
 // neighbouring channel tiles at one position. Warps of a block share their positions and differ in their
 // taps, so that L1 serves their common loads. Every split writes a partial sum (split-K), and reduce.cuh adds
-// the partial sums in a fixed order.
+// the partial sums in a fixed order. A single split writes the gradient itself, of type Stored.
 #pragma once
 
 #include "cursor.cuh"
@@ -100,7 +100,8 @@ struct WeightGrad {
   __device__ __forceinline__ void store() {
     constexpr long long kTaps = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
     constexpr long long kSize = C::kGroups * C::kInPerGroup * C::kOutPerGroup * kTaps;
-    Acc* parts = static_cast<Acc*>(args.parts) + split * kSize;
+    using Stored = typename C::Stored;
+    Stored* parts = static_cast<Stored*>(args.parts) + split * kSize;
 #pragma unroll
     for (int a = 0; a < C::kTileIn; ++a) {
 #pragma unroll
@@ -115,7 +116,7 @@ struct WeightGrad {
           const long long channels =
               static_cast<long long>(group * C::kInPerGroup + in + a) * C::kOutPerGroup + out + b;
           const long long tap = (tap_d * C::kKernelH + tap_h) * C::kKernelW + tap_w + t;
-          if (writer && exists) parts[channels * kTaps + tap] = total;
+          if (writer && exists) parts[channels * kTaps + tap] = Narrow<Stored>::from(total);
         }
       }
     }

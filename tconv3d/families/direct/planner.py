@@ -7,6 +7,7 @@ positions are split.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -28,7 +29,7 @@ from ...planning.problem import (
 )
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
-from ...planning.sums import bias_sum, weight_sums
+from ...planning.sums import bias_sum, stored_type, unsplit, weight_sums
 from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
@@ -71,7 +72,7 @@ def work(problem: Problem, device: Device) -> Work:
     """
     if problem.which in (Pass.FORWARD, Pass.INPUT_GRAD):
         return Work(1, cycles(problem, device), tensor_cores=False)
-    return Work(2, products=problem.flops / 2)
+    return Work(2, products=problem.flops / 2, spared=2 - len(plan(problem, device).launches))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -278,15 +279,16 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
     return max(1, min(wanted, positions // 256, device.workspace_bytes // (count * acc_bytes)))
 
 
+@lru_cache(maxsize=64)
 def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     g = p.geometry
     acc, acc_bytes = accumulator(p.dtype)
-    sums = 384 // acc_bytes
+    most = 384 // acc_bytes  # sums of a thread
     pieces = -(-g.kernel[2] // 8)
     taps_w = -(-g.kernel[2] // pieces)
-    tile_out = min(8, power_of_two_up(g.out_per_group), max(1, sums // (2 * taps_w)))
+    tile_out = min(8, power_of_two_up(g.out_per_group), max(1, most // (2 * taps_w)))
     tile_out = 1 << tile_out.bit_length() - 1
-    tile_in = min(8, power_of_two_up(g.in_per_group), max(1, sums // (tile_out * taps_w)))
+    tile_in = min(8, power_of_two_up(g.in_per_group), max(1, most // (tile_out * taps_w)))
     tile_in = 1 << tile_in.bit_length() - 1
     lanes_are_positions = _lanes_are_positions(p.input, p.output)
     tiles = g.groups * -(-g.in_per_group // tile_in) * -(-g.out_per_group // tile_out)
@@ -308,6 +310,7 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     constants: Constants = (
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
+        ("Stored", stored_type(p, splits)),
         ("kWide", wide),
         ("kUnitW", p.input[4] == 1 and p.output[4] == 1),
         ("kLanesArePositions", lanes_are_positions),
@@ -333,9 +336,9 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         dy_size=p.output_size,
         walk=(p.input_size, 32 if lanes_are_positions else 1),
     )
-    adding = weight_sums(p, splits)
+    sums = weight_sums(p, [main], splits, narrows=True)
     tile = f"each warp {tile_in} x {tile_out} channels x {taps_w} taps, {splits} parts"
-    return Plan("direct_weight_grad", "multiply-adds, any setting", (main, *adding.launches), adding.bytes, tile)
+    return Plan("direct_weight_grad", "multiply-adds, any setting", sums.launches, sums.bytes, tile)
 
 
 def _vectors_of_rows(p: Problem) -> int:
@@ -346,6 +349,7 @@ def _vectors_of_rows(p: Problem) -> int:
     return vectors if dense and p.aligned and rest == 0 and vectors <= SUM_THREADS else 0
 
 
+@lru_cache(maxsize=64)
 def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     channels = p.geometry.out_channels
     d, h, w = p.output_size
@@ -367,13 +371,14 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
         (
             ("Scalar", SCALARS[p.dtype]),
             ("Acc", acc),
+            ("Stored", stored_type(p, splits)),
             ("kWide", wide),
             ("kRows", vectors > 0),
             ("kUnitW", p.output[4] == 1),
             ("kLanesArePositions", lanes_are_positions),
             ("kDense", lanes_are_positions and p.output[2:] == (h * w, w, 1)),
         ),
-        {"parts": "workspace"},
+        {"parts": "db" if unsplit(p, splits) else "workspace"},
         dy_strides=p.output,
         positions=positions,
         volume=d * h * w,
@@ -381,5 +386,7 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
         channels=channels,
         walk=((d, h, w), 32 if lanes_are_positions else 1),
     )
-    launches, workspace_bytes = (main, bias_sum(p, splits)), splits * channels * acc_bytes
-    return Plan("channel_sum", "one read of the gradient", launches, workspace_bytes, f"{splits} parts")
+    why, tile = "one read of the gradient", f"{splits} parts"
+    if unsplit(p, splits):
+        return Plan("channel_sum", why, (main,), tile=tile)
+    return Plan("channel_sum", why, (main, bias_sum(p, splits)), splits * channels * acc_bytes, tile)
