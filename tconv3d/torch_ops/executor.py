@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -449,13 +449,14 @@ def backward(
     input: Tensor | None,
     weight: Tensor | None,
     wanted: Wanted,
-    input_size: Triple,
-    kernel: Triple,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
     convolution: Convolution,
     backend: Backend | None = None,
 ) -> list[Tensor | None]:
     """Computes the wanted gradients of input, weight and bias together, with one key and one workspace.
 
+    The last three numbers of `input_size` and `kernel` count, so that whole shapes may be given.
     The weight's gradient needs `input`, and the input's gradient needs `weight`; either may be None if not needed.
     `backend` is the forward pass's, because autograd may run this in another thread; by default the present one.
     """
@@ -467,7 +468,7 @@ def backward(
     )  # fmt: skip
     task = _tasks.get(key)
     if task is None:
-        call = grad_output, input, weight, wanted, input_size, kernel, convolution
+        call = grad_output, input, weight, wanted, tuple(input_size)[-3:], tuple(kernel)[-3:], convolution
         found = _wanted_problems(*call)
         asked = tuple([each[0] for each in found if each is not None])
         layouts = tuple([None if each is None else each[1] for each in found])
@@ -480,7 +481,8 @@ def backward(
             _leave(refusal, backend)
             return theirs()
     if task.theirs:
-        return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
+        sizes = tuple(input_size)[-3:], tuple(kernel)[-3:]
+        return pytorch_ops.backward(grad_output, input, weight, wanted, *sizes, convolution)
     return task.run(grad_output, (dy, x, w), weight)
 
 

@@ -121,14 +121,17 @@ def wanted_gradients(ctx: Any) -> executor.Wanted:
     """Returns which gradients of input, weight and bias this backward pass must compute.
 
     If the weight's gradient is wanted, the bias's gradient is computed too without asking PyTorch: it is little extra
-    work, and asking about a leaf that `autograd.grad` names costs 20 us for an exception.
+    work, and asking about a leaf that `autograd.grad` names costs 20 us for an exception. Nothing is asked of a layer
+    whose input needs no gradient: one of its parameters' gradients is wanted, or nobody would call.
     """
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
+    _, needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    if not needs_input:
+        return False, needs_weight, needs_bias
     if not (needs_bias and needs_weight):
         return needed_gradients(ctx)[1:4]
     nodes = [node for node, _ in ctx.next_functions if node is not None]
     weight = runs(nodes[-2])
-    return needs_input and runs(nodes[0]), weight, weight or runs(nodes[-1])
+    return runs(nodes[0]), weight, weight or runs(nodes[-1])
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -257,14 +260,14 @@ def gradients_of(
     One call of the executor computes them together if this library's kernels run, nothing but autograd can change the
     call, and no graph is recorded. An active profiler does not change which kernels run.
     """
-    size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
         if torch._C._autograd._profiler_enabled():
             shown = grad, tuple(input_shape), tuple(weight_shape), tuple(wanted), *convolution
-            arguments = grad, input, weight, wanted, size, kernel, convolution, backend
+            arguments = grad, input, weight, wanted, input_shape, weight_shape, convolution, backend
             return named_call("conv_transpose3d_backward", executor.backward, shown, *arguments)
-        return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
+        return executor.backward(grad, input, weight, wanted, input_shape, weight_shape, convolution, backend)
+    size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     with use_backend(backend):
         return (
             _gradient(False, grad, weight, size, convolution) if wanted[0] else None,
