@@ -45,6 +45,20 @@ GRADIENTS = ("input", "weight", "bias")
 GATHERED = Case(Layer(40, 24, (2, 3, 3), T3, T2, T1, T1), "bfloat16", favoured="gather", wanted=GRADIENTS)
 TWINS = (
     Twin("direct", "direct", "&& w + kW < args.x_size.w;", "&& w + kW + 1 < args.x_size.w;", Case(ODD, "float64")),
+    Twin(
+        "direct",
+        "direct_weight_grad",
+        "position < args.dy_positions;",
+        "position + 1 < args.dy_positions;",
+        Case(replace(ODD, in_channels=4, out_channels=5), favoured="direct_weight_bias", wanted=("weight", "bias")),
+    ),
+    Twin(
+        "few_weight_grad",
+        "reduce",
+        "args.more, block - blocks);",
+        "args.more, block);",
+        Case(Layer(4, 24, (5, 6, 8), T3, T2, T1), wanted=("weight", "bias")),
+    ),
     Twin("depthwise", "depthwise", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE)),
     Twin(
         "depthwise", "depthwise_weight_grad", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE, wanted=("weight",))

@@ -36,13 +36,16 @@ DIRECT_WEIGHT_GRAD = Arguments(
     x=CONST_POINTER("The input."),
     dy=CONST_POINTER("The gradient of the output."),
     parts=POINTER("Partial sums: [splits][in_channels][out_channels / groups][kernel d][h][w]."),
+    bias=POINTER("The gradient of the bias, or null."),
     x_strides=STRIDES("Strides of x."),
     dy_strides=STRIDES("Strides of dy."),
     positions=INT64("Positions of x in all batch items."),
-    warps=INT64("Warps in all: splits * units of channels * rows of taps."),
+    warps=INT64("Warps for the weight in all: splits * units of channels * rows of taps."),
+    dy_positions=INT64("Positions of dy in all batch items."),
     splits=INT32("Number of parts."),
     dy_size=EXTENT("Size of dy."),
     walk=WALK("A warp's walk over the positions of x."),
+    dy_walk=WALK("A warp's walk over the positions of dy."),
 )
 CHANNEL_SUM = Arguments(
     "channel_sum",

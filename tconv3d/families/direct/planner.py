@@ -29,16 +29,18 @@ from ...planning.problem import (
 )
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
-from ...planning.sums import bias_sum, stored_type, unsplit, weight_sums
+from ...planning.sums import BIAS_PARTS, bias_sum, stored_type, unsplit, weight_sums
 from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
+TOGETHER = "direct_weight_bias"  # gradients of weight and bias of a small volume, by one launch
 MAX_THREADS = 256  # per block
 MAX_TAPS = 128  # taps that a thread may own, because the loop over its taps is unrolled
 MAX_REGISTERS = 96  # registers per thread for accumulators and loaded values
 STAGE_BYTES = 32 * 1024  # bytes of weights that a block stages in shared memory at a time
 SUM_THREADS = 256  # per block of a bias gradient whose threads have vectors of channels
 WARPS_PER_MULTIPROCESSOR = 32  # resident warps that split sums aim for
+MOST_TOGETHER = 4096  # positions of dy, batch included, that one warp per channel sums beside a weight gradient
 LOAD_CYCLES = 400  # cycles from one load of x to the next in a multiprocessor with few warps
 CHAINED = 1.35  # measured over predicted time if sums are added to totals: 1.33 and 1.40 for two layers
 KEEPING_REST = 4  # instructions of a compensated addition, which keeps its rounding error
@@ -51,10 +53,26 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     kernels = {Pass.WEIGHT_GRAD: "direct_weight_grad", Pass.BIAS_GRAD: "channel_sum"}
-    return [
+    found = [
         _with_kind(offers.alone(kernels.get(problem.which, "direct"), problem, device, why_not, work, plan))
         for problem in wanted.values()
     ]
+    return [*found, *offers.weight_with_bias(TOGETHER, wanted, device, _why_not_together, _work_together, plan)]
+
+
+def _why_not_together(problem: Problem, device: Device) -> str | None:
+    """Returns why no launch computes the gradients of weight and bias together."""
+    if problem.batch * prod(problem.output_size) > MOST_TOGETHER:
+        return f"a warp sums at most {MOST_TOGETHER} positions of a channel"
+    if not _lanes_are_positions(problem.input, problem.output):
+        return "lanes have channels in place of positions"
+    if len(plan(replace(problem, bias=False), device).launches) > 1:
+        return "the weight's gradient has several parts"
+    return None
+
+
+def _work_together(problem: Problem, device: Device) -> Work:
+    return Work(1, products=problem.flops / 2)
 
 
 def _with_kind(answer: Answer) -> Answer:
@@ -321,13 +339,14 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         ("kTileOut", tile_out),
         ("kTapsW", taps_w),
         *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
+        ("kBias", p.bias),
     )
     warps = splits * units
     main = DIRECT_WEIGHT_GRAD.launch(
-        -(-warps // 4),
+        -(-(warps + (g.out_channels if p.bias else 0)) // 4),
         128,
         constants,
-        {"parts": "workspace"},
+        {"parts": "workspace", "bias": BIAS_PARTS if p.bias else "null"},
         x_strides=p.input,
         dy_strides=p.output,
         positions=positions,
@@ -335,10 +354,14 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         splits=splits,
         dy_size=p.output_size,
         walk=(p.input_size, 32 if lanes_are_positions else 1),
+        dy_walk=(p.output_size, 32),
+        dy_positions=p.batch * prod(p.output_size),
     )
     sums = weight_sums(p, [main], splits, narrows=True)
     tile = f"each warp {tile_in} x {tile_out} channels x {taps_w} taps, {splits} parts"
-    return Plan("direct_weight_grad", "multiply-adds, any setting", sums.launches, sums.bytes, tile)
+    return Plan(
+        TOGETHER if p.bias else "direct_weight_grad", "multiply-adds, any setting", sums.launches, sums.bytes, tile
+    )
 
 
 def _vectors_of_rows(p: Problem) -> int:
