@@ -53,11 +53,11 @@ TWINS = (
         Case(replace(ODD, in_channels=4, out_channels=5), favoured="direct_weight_bias", wanted=("weight", "bias")),
     ),
     Twin(
-        "few_weight_grad",
+        "depthwise",
         "reduce",
         "args.more, block - blocks);",
         "args.more, block);",
-        Case(Layer(4, 24, (5, 6, 8), T3, T2, T1), wanted=("weight", "bias")),
+        Case(replace(DEPTHWISE, size=(5, 6, 9)), wanted=("weight", "bias")),
     ),
     Twin("depthwise", "depthwise", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE)),
     Twin(
