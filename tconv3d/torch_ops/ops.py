@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..planning.geometry import Triple
-from . import checks, executor, pytorch_ops, subclasses
+from . import casting_executor, checks, executor, pytorch_ops, subclasses
 from .backend import Backend, current_backend, use_backend
-from .casting import autocast_type, cast_operand, casts, fresh_cast, kept_cast
+from .casting import autocast_type, cast_operand, casts, fresh, fresh_cast, kept_cast
 from .checks import Convolution
 from .dispatch import (
     below_autograd,
@@ -182,7 +182,9 @@ class _Forward(torch.autograd.Function):
 
 
 class _AutocastForward(torch.autograd.Function):
-    """Casts weight and bias to the input's type. The engine casts their gradients back to the types of the two.
+    """Casts operands to `dtype`. The engine casts the gradients of weight and bias back to the types of the two.
+
+    The input has the type already if it needs a gradient.
 
     The cast weight is saved, as PyTorch's autocast saves it: the weight may change before the backward pass. Second
     derivatives need the weight itself, which is part of the graph.
@@ -197,10 +199,17 @@ class _AutocastForward(torch.autograd.Function):
         bias: Tensor | None,
         convolution: Convolution,
         relu: bool,
+        dtype: torch.dtype,
     ) -> Tensor:
-        cast = fresh_cast(weight, input.dtype)
-        result = executor.forward(input, cast, cast_operand(bias, input.dtype, device_type(input)), convolution, relu)
-        kept = input if weight.requires_grad else None, cast if input.requires_grad else None
+        needs_input = input.requires_grad
+        made = casting_executor.forward(input, weight, bias, convolution, relu, dtype, needs_input)
+        if made is not None:
+            fresh(weight)
+            result, input, cast = made
+        else:
+            cast, input = fresh_cast(weight, dtype), input.to(dtype)
+            result = executor.forward(input, cast, cast_operand(bias, dtype, device_type(input)), convolution, relu)
+        kept = input if weight.requires_grad else None, cast if needs_input else None
         ctx.save_for_backward(*kept, result if relu else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
         ctx.original = weight, weight._version
@@ -218,7 +227,7 @@ class _AutocastForward(torch.autograd.Function):
                 )
             weight = original.to(weight.dtype)
         passed = grad if mask is None else torch.ops.aten.threshold_backward(grad, mask.detach(), 0)
-        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None, None
+        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None, None, None
 
 
 def _operator(relu: bool) -> Any:
@@ -427,17 +436,17 @@ def _cast_and_run(
     input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool, dtype: torch.dtype
 ) -> Tensor:
     """Runs the operator under autocast without the dispatcher, which costs more than the casts."""
-    where = device_type(input)
-    if input.dtype is not dtype:
+    where, records = device_type(input), recording(input, weight, bias)
+    if input.dtype is not dtype and not (records and casts(weight, dtype, where) and not input.requires_grad):
         input = input.to(dtype)
-    if not recording(input, weight, bias):
+    if not records:
         if casts(weight, dtype, where):
             weight = kept_cast(weight, dtype)
         if bias is not None and casts(bias, dtype, where):
             bias = kept_cast(bias, dtype)
         return executor.forward(input, weight, bias, convolution, relu, True)
     if casts(weight, dtype, where):
-        return _apply_autocast_forward(True, input, weight, bias, convolution, relu)
+        return _apply_autocast_forward(True, input, weight, bias, convolution, relu, dtype)
     return _apply_forward(True, input, weight, cast_operand(bias, dtype, where), convolution, relu)
 
 
