@@ -86,11 +86,14 @@ class Offer:
 
     @cached_property
     def launches(self) -> tuple[int, bool]:
-        """The number of launches, and whether the last of them can be one with that of another offer's plan."""
+        """The number of launches, and whether the last of them can be one with that of another offer's plan.
+
+        A launch that packs the weight does not count: calls without gradients reuse what it has written.
+        """
         plan = self._made
         if plan.aten:
             return LAUNCHES_OF_PYTORCH * len(self.passes), False
-        return len(plan.launches), plan.launches != () and adds_one(plan.launches[-1])
+        return len(plan.launches) - (plan.packed_bytes > 0), plan.launches != () and adds_one(plan.launches[-1])
 
 
 @dataclass(frozen=True)
