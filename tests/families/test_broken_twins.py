@@ -53,6 +53,13 @@ TWINS = (
         Case(replace(ODD, in_channels=4, out_channels=5), favoured="direct_weight_bias", wanted=("weight", "bias")),
     ),
     Twin(
+        "direct",
+        "channel_sum",
+        "last ? whole * rows",
+        "last ? whole * rows + 1",
+        Case(Layer(4, 5, (3, 3, 3), T3), wanted=("bias",), input=LAST, grad=LAST, at_end=False),
+    ),
+    Twin(
         "depthwise",
         "reduce",
         "args.more, block - blocks);",

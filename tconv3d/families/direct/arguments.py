@@ -56,5 +56,9 @@ CHANNEL_SUM = Arguments(
     volume=INT64("Positions of a batch item."),
     splits=INT32("Number of parts."),
     channels=INT32("Channels of dy."),
+    bundle_vectors=INT32(
+        "Vectors of 16 bytes of a bundle, the fewest rows of channels that are whole vectors; or 0."
+    ),
+    bundle_rows=INT32("Rows of a bundle; or 0."),
     walk=WALK("A warp's walk over the positions of dy."),
 )

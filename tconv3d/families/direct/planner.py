@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from ...planning import offers
 from ...planning.arguments import per_axis
@@ -76,8 +76,11 @@ def _work_together(problem: Problem, device: Device) -> Work:
 
 
 def _with_kind(answer: Answer) -> Answer:
-    """Gives the bias gradient of rows of vectors a kind of its own: the rates of other rows are far higher."""
-    if isinstance(answer, Offer) and answer.problem.which is Pass.BIAS_GRAD and _vectors_of_rows(answer.problem):
+    """Gives the bias gradient of dense rows a kind of its own: the rates of other rows are far higher.
+
+    The rates were measured for rows that are whole vectors. Loops over other rows have the same instructions.
+    """
+    if isinstance(answer, Offer) and answer.problem.which is Pass.BIAS_GRAD and _bundle(answer.problem)[0]:
         return replace(answer, kind="bias_grad, rows of vectors")
     return answer
 
@@ -364,12 +367,15 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     )
 
 
-def _vectors_of_rows(p: Problem) -> int:
-    """Returns the vectors of 16 bytes of a position if dy is a dense channels-last matrix of them, else 0."""
-    channels = p.geometry.out_channels
+def _bundle(p: Problem) -> tuple[int, int]:
+    """Returns the vectors of 16 bytes and the rows of a bundle, the fewest rows of channels that are whole vectors.
+
+    Both are 0 unless dy is a dense channels-last matrix whose bundles fit a block.
+    """
+    channels, items = p.geometry.out_channels, 16 // p.item_bytes
     dense = p.output == channels_last_strides((p.batch, channels, *p.output_size))
-    vectors, rest = divmod(channels * p.item_bytes, 16)
-    return vectors if dense and p.aligned and rest == 0 and vectors <= SUM_THREADS else 0
+    vectors, rows = channels // gcd(channels, items), items // gcd(channels, items)
+    return (vectors, rows) if dense and p.aligned and vectors <= SUM_THREADS else (0, 0)
 
 
 @lru_cache(maxsize=64)
@@ -381,11 +387,11 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     lanes_are_positions = _lanes_are_positions(p.output) or channels < 16  # fewer channels leave most lanes idle
     units = channels if lanes_are_positions else -(-channels // 32)
     splits = _splits(units, channels, acc_bytes, positions, device)
-    vectors = _vectors_of_rows(p)
+    vectors, rows = _bundle(p)
     if vectors:
-        least = 8 * (SUM_THREADS // vectors)  # positions of a part, so that every thread has 8
+        least = 8 * (SUM_THREADS // vectors)  # bundles of a part, so that every thread has 8
         most = device.workspace_bytes // (channels * acc_bytes)
-        splits = max(1, min(4 * device.multiprocessors, positions // least, most))
+        splits = max(1, min(4 * device.multiprocessors, positions // rows // least, most))
     threads = SUM_THREADS if vectors else 128
     wide = max(last_offset((p.batch + 1, channels, d + 1, h + 1, w + 1), p.output), positions + 2**16) > INT32_MAX
     main = CHANNEL_SUM.launch(
@@ -407,6 +413,8 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
         volume=d * h * w,
         splits=splits,
         channels=channels,
+        bundle_vectors=vectors,
+        bundle_rows=rows,
         walk=((d, h, w), 32 if lanes_are_positions else 1),
     )
     why, tile = "one read of the gradient", f"{splits} parts"
