@@ -43,8 +43,9 @@ __device__ void sum_rows(const Args& args) {
   using Acc = typename C::Acc;
   using Index = typename IndexType<C::kWide>::type;
   using Stored = typename C::Stored;
-  constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar)), kAtOnce = 4;
+  constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar)), kAtOnce = 4, kMostLanes = 16;
   __shared__ Acc shared[C::kThreads * kItems];
+  __shared__ Acc lane_sums[C::kThreads];
   const int columns = args.bundle_vectors, rows = args.bundle_rows, bundles = C::kThreads / columns;
   TCONV3D_ASSUME(columns * kItems == rows * args.channels && bundles > 0);
   const int own = static_cast<int>(threadIdx.x) / columns, column = static_cast<int>(threadIdx.x) % columns;
@@ -73,17 +74,30 @@ __device__ void sum_rows(const Args& args) {
     for (int k = 0; k < kItems; ++k) shared[threadIdx.x * kItems + k] = sums[k].total;
   }
   __syncthreads();
-  const bool last = static_cast<int>(blockIdx.x) == args.splits - 1;
-  Stored* parts = static_cast<Stored*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
-  for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
+  // Few channels have several lanes each, which share the sums of the bundles.
+  const int most = C::kThreads / args.channels, lanes = most > kMostLanes ? kMostLanes : most < 1 ? 1 : most;
+  const int lane = static_cast<int>(threadIdx.x) / args.channels;
+  const auto sum_of = [&](int channel, int first_lane) {
     LongSum<Acc> sum;
-    for (int first = 0; first < bundles * rows; first += kAtOnce) {
+    for (int first = first_lane * kAtOnce; first < bundles * rows; first += lanes * kAtOnce) {
       Acc few = 0;
 #pragma unroll
       for (int i = first; i < first + kAtOnce; ++i)
         few += i < bundles * rows ? shared[i * args.channels + channel] : Acc(0);
       sum.add(few);
     }
+    return sum.total;
+  };
+  if (lanes > 1 && lane < lanes)
+    lane_sums[threadIdx.x] = sum_of(static_cast<int>(threadIdx.x) - lane * args.channels, lane);
+  __syncthreads();
+  const bool last = static_cast<int>(blockIdx.x) == args.splits - 1;
+  Stored* parts = static_cast<Stored*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
+  for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
+    LongSum<Acc> sum;
+    if (lanes == 1) sum.add(sum_of(channel, 0));
+    for (int other = 0; lanes > 1 && other < lanes; ++other)
+      sum.add(lane_sums[other * args.channels + channel]);
     for (Index row = last ? whole * rows : static_cast<Index>(args.positions); row < args.positions; ++row)
       sum.add(widen<Acc>(dy[row * args.channels + channel]));
     parts[channel] = Narrow<Stored>::from(sum.total);

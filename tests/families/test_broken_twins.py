@@ -60,6 +60,13 @@ TWINS = (
         Case(Layer(4, 5, (3, 3, 3), T3), wanted=("bias",), input=LAST, grad=LAST, at_end=False),
     ),
     Twin(
+        "direct",
+        "channel_sum",
+        "first += lanes * kAtOnce",
+        "first += (lanes + 1) * kAtOnce",
+        Case(Layer(4, 5, (3, 3, 3), T3), wanted=("bias",), input=LAST, grad=LAST, at_end=False),
+    ),
+    Twin(
         "depthwise",
         "reduce",
         "args.more, block - blocks);",
