@@ -44,11 +44,13 @@ __device__ void run(const Args& args) {
   if constexpr (C::kOverlaps) ptx::wait_for_previous_launch();
   constexpr int kElements = C::kThreads / C::kLanes;
   const long long block = blockIdx.x, blocks = (args.addition.count + kElements - 1) / kElements;
-  if (C::kMoreLanes == 0 || block < blocks) {
-    add_parts<C, C::kLanes>(args.parts, args.result, args.addition, block);
-  } else if constexpr (C::kMoreLanes > 0) {
-    add_parts<C, C::kMoreLanes>(args.more_parts, args.more_result, args.more, block - blocks);
+  if constexpr (C::kMoreLanes > 0) {
+    if (block >= blocks) {
+      add_parts<C, C::kMoreLanes>(args.more_parts, args.more_result, args.more, block - blocks);
+      return;
+    }
   }
+  add_parts<C, C::kLanes>(args.parts, args.result, args.addition, block);
 }
 
 }  // namespace tconv3d
