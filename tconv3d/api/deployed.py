@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import NormProblem, Wanted
 from ..families.pytorch.planner import KERNEL as PYTORCH
-from ..planning import planner
+from ..planning import casts, planner
 from ..planning.launch import Launch
 from ..planning.problem import Device, Norm, Pass, Problem, is_channels_last
 from ..runtime import background
@@ -129,6 +129,8 @@ def _kind(variant: Variant) -> tuple[Any, ...]:
 
 def _launches(variant: Variant, device: Device) -> Iterator[Launch]:
     yield from planner.plan(variant.forward, device).every_launch
+    if variant.problems[1:] and variant.forward.item_bytes == 2:  # autocast converts operands of float32
+        yield casts.cast([1], "float32", variant.forward.dtype)
     for gradients in (variant.problems[1:], variant.turned):
         yield from _gradient_launches(gradients, device)
     if device != executor.EMULATED:  # on some GPUs the first call times several offers, which must all be there

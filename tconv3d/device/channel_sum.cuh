@@ -3,30 +3,14 @@
 // A warp sums one part of the positions alone. Its lanes take 32 neighbouring positions of one channel, in
 // vectors of 16 bytes where the volume of a channel is one contiguous run (kDense), or, for channels-last
 // tensors, one position of 32 neighbouring channels. Where a channels-last tensor is a dense matrix
-// [positions][channels] whose rows are whole vectors (kRows), a block sums one part. reduce.cuh adds the
-// parts in a fixed order.
+// [positions][channels] (kRows), a block sums one part, in vectors of 16 bytes whatever the number of
+// channels. reduce.cuh adds the parts in a fixed order. A single part is the gradient itself, of type Stored.
 #pragma once
 
 #include "cursor.cuh"
+#include "long_sum.cuh"
 
 namespace tconv3d {
-
-// A sum of many values whose error does not grow with their number: every addition's rounding error is added
-// to the next value (compensated summation).
-template <class Acc>
-struct LongSum {
-  Acc total = 0, rest = 0;
-
-  __device__ __forceinline__ void add(Acc value) {
-    const Acc before = total;
-    value += rest;
-    total += value;
-    rest = (before - total) + value;
-    // A rest that is NaN, because the total is infinite, is dropped, so that an infinite total stays
-    // infinite.
-    if (!(rest - rest == 0)) rest = 0;
-  }
-};
 
 // Adds the lane's share of a contiguous run.
 template <class Acc, class Scalar, class Index>
@@ -49,28 +33,34 @@ __device__ __forceinline__ void add_run(LongSum<Acc>& sum, const Scalar* run, In
   if (tail < length) sum.add(widen<Acc>(run[tail]));
 }
 
-// Sums one part of the rows of the dense matrix dy [positions][channels]. Neighbouring threads have
-// neighbouring vectors of channels, and then neighbouring positions.
+// Sums one part of the dense matrix dy [positions][channels], read as vectors without regard to its rows. A
+// bundle is the fewest rows that are whole vectors. Neighbouring threads have neighbouring vectors of a
+// bundle, and then of the following bundles, so that each of a thread's elements is always of the same
+// channel. The last block also adds the rows behind the last whole bundle.
 template <class C>
 __device__ void sum_rows(const Args& args) {
   using Scalar = typename C::Scalar;
   using Acc = typename C::Acc;
   using Index = typename IndexType<C::kWide>::type;
-  constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar)), kAtOnce = 4;
+  using Stored = typename C::Stored;
+  constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar)), kAtOnce = 4, kMostLanes = 16;
   __shared__ Acc shared[C::kThreads * kItems];
-  const int columns = args.channels / kItems, rows = C::kThreads / columns;
-  const int row = static_cast<int>(threadIdx.x) / columns, column = static_cast<int>(threadIdx.x) % columns;
-  const Part<Index> part(static_cast<Index>(args.positions), args.splits, static_cast<int>(blockIdx.x));
-  if (row < rows) {
-    const Scalar* dy = static_cast<const Scalar*>(args.dy) + column * kItems;
+  __shared__ Acc lane_sums[C::kThreads];
+  const int columns = args.bundle_vectors, rows = args.bundle_rows, bundles = C::kThreads / columns;
+  TCONV3D_ASSUME(columns * kItems == rows * args.channels && bundles > 0);
+  const int own = static_cast<int>(threadIdx.x) / columns, column = static_cast<int>(threadIdx.x) % columns;
+  const Index whole = static_cast<Index>(args.positions) / rows;
+  const Part<Index> part(whole, args.splits, static_cast<int>(blockIdx.x));
+  const Scalar* dy = static_cast<const Scalar*>(args.dy);
+  if (own < bundles) {
     LongSum<Acc> sums[kItems];
-    for (Index first = part.begin + row; first < part.end; first += kAtOnce * rows) {
+    for (Index first = part.begin + own; first < part.end; first += kAtOnce * bundles) {
       Vector<Scalar, kItems> vectors[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const Index position = first + i * rows;
-        vectors[i] = position < part.end ? load_vector<kItems>(dy + position * args.channels)
-                                         : Vector<Scalar, kItems>{};
+        const Index bundle = first + i * bundles;
+        vectors[i] = bundle < part.end ? load_vector<kItems>(dy + (bundle * columns + column) * kItems)
+                                       : Vector<Scalar, kItems>{};
       }
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
@@ -84,17 +74,33 @@ __device__ void sum_rows(const Args& args) {
     for (int k = 0; k < kItems; ++k) shared[threadIdx.x * kItems + k] = sums[k].total;
   }
   __syncthreads();
-  Acc* parts = static_cast<Acc*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
-  for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
+  // Few channels have several lanes each, which share the sums of the bundles.
+  const int most = C::kThreads / args.channels, lanes = most > kMostLanes ? kMostLanes : most < 1 ? 1 : most;
+  const int lane = static_cast<int>(threadIdx.x) / args.channels;
+  const auto sum_of = [&](int channel, int first_lane) {
     LongSum<Acc> sum;
-    for (int first = 0; first < rows; first += kAtOnce) {
+    for (int first = first_lane * kAtOnce; first < bundles * rows; first += lanes * kAtOnce) {
       Acc few = 0;
 #pragma unroll
       for (int i = first; i < first + kAtOnce; ++i)
-        few += i < rows ? shared[i * args.channels + channel] : Acc(0);
+        few += i < bundles * rows ? shared[i * args.channels + channel] : Acc(0);
       sum.add(few);
     }
-    parts[channel] = sum.total;
+    return sum.total;
+  };
+  if (lanes > 1 && lane < lanes)
+    lane_sums[threadIdx.x] = sum_of(static_cast<int>(threadIdx.x) - lane * args.channels, lane);
+  __syncthreads();
+  const bool last = static_cast<int>(blockIdx.x) == args.splits - 1;
+  Stored* parts = static_cast<Stored*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
+  for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
+    LongSum<Acc> sum;
+    if (lanes == 1) sum.add(sum_of(channel, 0));
+    for (int other = 0; lanes > 1 && other < lanes; ++other)
+      sum.add(lane_sums[other * args.channels + channel]);
+    for (Index row = last ? whole * rows : static_cast<Index>(args.positions); row < args.positions; ++row)
+      sum.add(widen<Acc>(dy[row * args.channels + channel]));
+    parts[channel] = Narrow<Stored>::from(sum.total);
   }
 }
 
@@ -142,7 +148,9 @@ __device__ void run(const Args& args) {
   Acc sum = long_sum.total;
   if constexpr (C::kLanesArePositions) sum = warp_sum(sum);
   if (!C::kLanesArePositions || lane == 0) {
-    static_cast<Acc*>(args.parts)[static_cast<long long>(split) * args.channels + channel] = sum;
+    using Stored = typename C::Stored;
+    static_cast<Stored*>(args.parts)[static_cast<long long>(split) * args.channels + channel] =
+        Narrow<Stored>::from(sum);
   }
 }
 

@@ -130,6 +130,9 @@ class Struct:
         return Field(self, comment)
 
     def write(self, value: Any) -> bytes:
+        """Returns the bytes of a value that planners give; bytes are taken as they are."""
+        if isinstance(value, bytes):
+            return value
         values = self._make(value)
         missing = ", ".join(key for key in self.fields if key not in values)
         unknown = ", ".join(key for key in values if key not in self.fields)

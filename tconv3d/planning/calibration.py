@@ -56,6 +56,7 @@ class Work:
     launches: int = 1
     cycles: float = 0.0
     products: float = 0.0
+    spared: int = 0  # launches fewer than those of the measured plans to whose times the rates were fitted
     tensor_cores: bool = True  # the cycles are of matrix instructions rather than of multiply-adds
 
 
@@ -88,7 +89,8 @@ def microseconds(kernel: str, problem: Problem, work: Work, device: Device, kind
     if isinf(work.cycles):  # infinite even for kernels whose rate per cycle is 0
         return inf
     rates = rates_of(kernel, kind or kind_of(problem), device, work.tensor_cores)
-    return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
+    found = sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
+    return max(found - DEFAULT["launches"] * work.spared, min(found, DEFAULT["launches"]))
 
 
 def narrow_surcharge(problem: Problem) -> float:

@@ -7,6 +7,9 @@ the planner compares. A cover is a set of offers that computes every wanted pass
 
 PyTorch's operator is a family like any other (`families/pytorch`). Its predictions are less certain than those for
 this library's kernels, so that its offers are compared at a price above the predicted time (`Offer.surcharge`).
+
+The caller's processor needs time for a call and for every launch. Where a GPU computes the passes of a cover in less
+than that, the launches are what takes time, and a cover costs that.
 """
 
 from __future__ import annotations
@@ -14,12 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol, TypeAlias
 
 from . import calibration
 from .calibration import Work
 from .problem import Device, Pass, Plan, Problem
+from .sums import adds_one
+
+# Microseconds of the caller's processor for a launch, and for the rest of a call. On the machine of an H200 they are
+# 6 to 12, and 30 or more (2026-11-19); the least that any machine is known to need counts here.
+LAUNCHING, CALLING = 6.0, 10.0
+MOST_LAUNCHES = 8  # no cover has more launches, as far as its price is concerned
+LAUNCHES_OF_PYTORCH = 2  # launches of PyTorch's operator for each pass: the arithmetic, and a sum or a conversion
 
 Wanted: TypeAlias = Mapping[Pass, Problem]
 
@@ -73,7 +83,22 @@ class Offer:
         return own + self.behind
 
     def plan(self) -> Plan:
-        return replace(self.make(), passes=self.passes)
+        return replace(self._made, passes=self.passes)
+
+    @cached_property
+    def _made(self) -> Plan:
+        return self.make()
+
+    @cached_property
+    def launches(self) -> tuple[int, bool]:
+        """The number of launches, and whether the last of them can be one with that of another offer's plan.
+
+        A launch that packs the weight does not count: calls without gradients reuse what it has written.
+        """
+        plan = self._made
+        if plan.aten:
+            return LAUNCHES_OF_PYTORCH * len(self.passes), False
+        return len(plan.launches) - (plan.packed_bytes > 0), plan.launches != () and adds_one(plan.launches[-1])
 
 
 @dataclass(frozen=True)
@@ -156,8 +181,12 @@ def ranked(
     offers: Sequence[Offer],
     most: int,
     by: Callable[[Offer], float] = attrgetter("price"),
+    launching: bool = True,
 ) -> list[Cover]:
     """Returns the covers with the least prices, at most `most`, the cheapest first.
+
+    The price of a cover is the sum of what `by` says of its offers, but with `launching` at least the time that the
+    caller's processor needs for the launches. Of covers with equal prices the one with the least sum comes first.
 
     An offer with a lower bound is priced at the bound until it is part of one of these covers. Only then is its work
     counted, and covers are compared again.
@@ -169,16 +198,33 @@ def ranked(
         return by(offer) if id(offer) in counted else offer.least_microseconds
 
     while True:
-        best = sorted(covers, key=lambda cover: sum(map(price, cover)))[:most]
-        unknown = {id(offer) for cover in best for offer in cover} - counted
+        best = list[tuple[float, float, Cover]]()  # price, sum and cover
+        unknown = set[int]()
+        for total, cover in sorted([(sum(map(price, cover)), cover) for cover in covers], key=itemgetter(0)):
+            if len(best) == most and total >= best[-1][0]:
+                break
+            counts = launching and total < CALLING + LAUNCHING * MOST_LAUNCHES
+            least = CALLING + LAUNCHING * len(cover) if counts else 0.0  # each offer has a launch
+            if len(best) == most and (max(total, least), total) >= best[-1][:2]:
+                continue
+            unknown |= {id(offer) for offer in cover} - counted
+            if counts and not unknown:
+                least = CALLING + LAUNCHING * _launches(cover)
+            best = sorted([*best, (max(total, least), total, cover)], key=itemgetter(0, 1))[:most]
         if not unknown:
-            return best
+            return [cover for _, _, cover in best]
         counted |= unknown
+
+
+def _launches(cover: Cover) -> int:
+    """Returns the number of launches of a cover's plan, where one launch adds the parts of two plans."""
+    found = [offer.launches for offer in cover]
+    return sum(number for number, _ in found) - max(0, sum(adds for _, adds in found) - 1)
 
 
 def fastest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> Cover | None:
     """Returns the cover with the least predicted time, however uncertain the predictions are, or None."""
-    return next(iter(ranked(wanted, offers, 1, attrgetter("microseconds"))), None)
+    return next(iter(ranked(wanted, offers, 1, attrgetter("microseconds"), launching=False)), None)
 
 
 def _covers(wanted: frozenset[Pass], offers: Sequence[Offer]) -> Iterator[Cover]:

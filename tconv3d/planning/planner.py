@@ -51,6 +51,7 @@ from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
 from .problem import Device, Pass, Plan, Problem
+from .sums import adds_one, joined
 
 WORKSPACE_ALIGN = 256  # bytes
 
@@ -325,26 +326,41 @@ def _in_turn(plans: Sequence[Plan]) -> Plan:
     If the first plan is an input gradient with launches that prepare operands, the other plans run between the
     preparation and the rest of the input gradient, to hide the preparation. Their workspaces then begin after the
     input gradient's workspace, so that the prepared operands are not overwritten.
+
+    If two plans end by adding parts, one launch adds the parts of both behind the second, whose workspace then begins
+    after that of the first.
     """
     if len(plans) == 1:
         return plans[0]
     first, *others = plans
     late = len(first.launches) - first.preparing if first.passes == (Pass.INPUT_GRAD,) and first.preparing else 0
-    start = -(-first.workspace_bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN if late else 0
+    start = _aligned(first.workspace_bytes) if late else 0
+    adding = [plan for plan in plans if plan.launches and adds_one(plan.launches[-1])]
     launches, regions = _placed(first, 0)
+    rest, launches = launches[len(launches) - late :], launches[: len(launches) - late]
+    end, sums = first.workspace_bytes, list[Launch]()  # sums that wait for the next plan
+    if len(adding) == 2 and first is adding[0]:
+        sums, start = [launches.pop()], _aligned(end)
     for plan in others:
         later, places = _placed(plan, start)
-        end = len(launches) - late
-        launches = [*launches[:end], *later, *launches[end:]]
+        end = max(end, start + plan.workspace_bytes)
+        if len(adding) == 2 and plan in adding:
+            sums, start = [*sums, later.pop()], _aligned(end)
+        launches += [*later, joined(*sums)] if len(sums) == 2 else later
         regions += places
     return Plan(
         " + ".join(plan.kernel for plan in plans),
         "; ".join(plan.why for plan in plans),
-        tuple(launches),
-        max(first.workspace_bytes, *(start + plan.workspace_bytes for plan in others)),
+        (*launches, *rest),
+        end,
         regions=tuple(regions),
         passes=tuple(which for plan in plans for which in plan.passes),
     )
+
+
+def _aligned(bytes: int) -> int:
+    """Returns the first place for another workspace behind a workspace of this size."""
+    return -(-bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
 
 
 def _placed(plan: Plan, start: int) -> tuple[list[Launch], list[tuple[str, int]]]:

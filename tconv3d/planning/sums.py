@@ -7,14 +7,14 @@ what they are parts of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from .arguments import CONST_POINTER, INT32, INT64, POINTER, STRIDES, WALK, Arguments, Struct
 from .geometry import Triple
 from .launch import Launch
-from .problem import Problem
+from .problem import Pass, Problem, contiguous_strides
 from .scalars import SCALARS, accumulator
 
 THREADS = 256  # per block
@@ -42,14 +42,22 @@ REDUCE_GRADIENTS = Arguments(
     second=_GRADIENT("Sizes of the second gradient."),
     third=_GRADIENT("Sizes of the third gradient."),
 )
-REDUCE = Arguments(
-    "reduce",
-    parts=CONST_POINTER("Partial sums: [splits][count]."),
-    result=POINTER("The sums, a tensor of the size of `walk`; element i of a part is its i-th in (n, d, h, w)."),
+_ADDITION = Struct(
+    "Addition",
+    "A result whose parts are added.",
     strides=STRIDES("Strides of the result; c is unused."),
     count=INT64("Elements of a part."),
     splits=INT32("Number of parts."),
     walk=WALK("How an element's index becomes (n, d, h, w)."),
+)
+REDUCE = Arguments(
+    "reduce",
+    parts=CONST_POINTER("Partial sums: [splits][count]."),
+    result=POINTER("The sums, a tensor of the size of `walk`; element i of a part is its i-th in (n, d, h, w)."),
+    more_parts=CONST_POINTER("Partial sums of a second result, or null."),
+    more_result=POINTER("The second result, or null."),
+    addition=_ADDITION("Sizes of the first result."),
+    more=_ADDITION("Sizes of the second result."),
 )
 
 
@@ -158,49 +166,115 @@ def reduce_parts(
     overlaps: bool = False,
 ) -> Launch:
     """Returns the launch that adds `splits` parts of `count` elements to a tensor of three dimensions."""
-    threads, acc_bytes = 256, accumulator(dtype)[1]
+    acc, acc_bytes = accumulator(dtype)
     lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
     outer, middle, inner = strides
+    addition = {
+        "strides": (outer, 0, middle, 0, inner),
+        "count": count,
+        "splits": splits,
+        "walk": ((sizes[1], 1, sizes[2]), 1),
+    }
     return REDUCE.launch(
-        -(-count * lanes // threads),
-        threads,
-        (("Scalar", SCALARS[dtype]), ("Acc", accumulator(dtype)[0]), ("kLanes", lanes), ("kOverlaps", overlaps)),
-        {"parts": parts, "result": result},
-        shared_bytes=threads * acc_bytes if lanes > 1 else 0,
+        _blocks(count, lanes),
+        THREADS,
+        (("Scalar", SCALARS[dtype]), ("Acc", acc), ("kOverlaps", overlaps), (_LANES, lanes), (_MORE_LANES, 0)),
+        {"parts": parts, "result": result, "more_parts": "null", "more_result": "null"},
+        shared_bytes=THREADS * acc_bytes if lanes > 1 else 0,
         overlaps=overlaps,
-        strides=(outer, 0, middle, 0, inner),
-        count=count,
-        splits=splits,
-        walk=((sizes[1], 1, sizes[2]), 1),
+        addition=addition,
+        more=bytes(_ADDITION.size),
+    )
+
+
+_LANES, _MORE_LANES = "kLanes", "kMoreLanes"  # constants: threads that share an element of the first, second result
+
+
+def _blocks(count: int, lanes: int) -> int:
+    return -(-count * lanes // THREADS)
+
+
+def adds_one(launch: Launch) -> bool:
+    """Tells whether a launch does nothing but add the parts of one result, so that `joined` takes it."""
+    return launch.kernel == REDUCE.kernel and dict(launch.constants)[_MORE_LANES] == 0
+
+
+def joined(first: Launch, second: Launch) -> Launch:
+    """Returns one launch for two that each add the parts of one result, in the same order as they do.
+
+    Both must be launches of `reduce_parts` for tensors of the same type.
+    """
+    lanes, more_lanes = (dict(launch.constants)[_LANES] for launch in (first, second))
+    constants = {**dict(first.constants), _MORE_LANES: more_lanes}
+    if {**dict(second.constants), _LANES: lanes, _MORE_LANES: more_lanes} != constants:
+        raise ValueError(f"{first} and {second} cannot be one launch")
+    half = len(first.scalars) // 2  # the bytes of one of two additions
+    return replace(
+        first,
+        constants=tuple(constants.items()),
+        grid=(first.grid[0] + second.grid[0], 1, 1),
+        shared_bytes=max(first.shared_bytes, second.shared_bytes),
+        pointers=first.pointers[:2] + second.pointers[:2],
+        scalars=first.scalars[:half] + second.scalars[:half],
     )
 
 
 BIAS_PARTS = "bias_parts"  # the region of the workspace with the parts of a bias gradient
 
 
+def unsplit(p: Problem, splits: int) -> bool:
+    """Tells whether the only part of a gradient of weight or bias lies in memory as the gradient does."""
+    g = p.geometry
+    return splits == 1 and (
+        p.which is Pass.BIAS_GRAD or p.weight == contiguous_strides((g.in_channels, g.out_per_group, *g.kernel))
+    )
+
+
+def stored_type(p: Problem, splits: int) -> str:
+    """Returns the C++ type of the parts that a kernel with the constant `Stored` writes.
+
+    It is the type of the gradient where there is one part, which then is the gradient.
+    """
+    return SCALARS[p.dtype] if unsplit(p, splits) else accumulator(p.dtype)[0]
+
+
 class WeightSums(NamedTuple):
-    """The launches that add up a weight gradient, and the workspace of the parts, which begins with the weight's."""
+    """The launches that compute parts of a weight gradient and add them, and the workspace of the parts."""
 
     launches: tuple[Launch, ...]
-    bytes: int
-    regions: tuple[tuple[str, int], ...]
+    bytes: int = 0
+    regions: tuple[tuple[str, int], ...] = ()
 
 
-def weight_sums(p: Problem, splits: int, bias_splits: int = 0) -> WeightSums:
-    """Returns what adds the parts of the gradient of the weight, and those of the bias if the problem asks for it.
+def weight_sums(
+    p: Problem, mains: Sequence[Launch], splits: int, bias_splits: int = 0, narrows: bool = False
+) -> WeightSums:
+    """Returns the launches `mains`, and the one that adds the parts which they write to "workspace" and BIAS_PARTS.
 
-    A part has the weight's elements in the order of its dimensions, or one element for each output channel. There
-    are as many parts of the bias's gradient as of the weight's, or `bias_splits`.
+    A part of the weight's gradient has the weight's elements in the order of its dimensions, and one of the bias's
+    gradient, which is wanted if the problem has a bias, one element for each output channel. There are as many parts
+    of the bias's gradient as of the weight's, or `bias_splits`. A gradient with one part is not added up: the kernel
+    writes it, if the part has the gradient's type. `narrows`: the kernel has the constant `stored_type`.
     """
-    g, item_bytes = p.geometry, accumulator(p.dtype)[1]
+    g, (acc, item_bytes) = p.geometry, accumulator(p.dtype)
     count, (ci, co, _, _, tap) = g.in_channels * g.out_per_group * g.taps, p.weight
-    weight = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
-    start = splits * count * item_bytes
-    if not p.bias:
-        return WeightSums((weight,), start, ())
-    bias_splits = bias_splits or splits
-    end = start + bias_splits * g.out_channels * item_bytes
-    return WeightSums((weight, bias_sum(p, bias_splits, BIAS_PARTS)), end, ((BIAS_PARTS, start),))
+    exact, bias_splits = narrows or SCALARS[p.dtype] == acc, bias_splits or splits
+    adding, regions, end, written = list[Launch](), list[tuple[str, int]](), 0, dict[str, str]()
+    if exact and unsplit(p, splits):
+        written["workspace"] = "dw"
+    else:
+        adding.append(
+            reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+        )
+        end = splits * count * item_bytes
+    if p.bias and exact and bias_splits == 1:
+        written[BIAS_PARTS] = "db"
+    elif p.bias:
+        adding.append(bias_sum(p, bias_splits, BIAS_PARTS))
+        regions.append((BIAS_PARTS, end))
+        end += bias_splits * g.out_channels * item_bytes
+    mains = [replace(main, pointers=tuple(written.get(name, name) for name in main.pointers)) for main in mains]
+    return WeightSums((*mains, *([joined(*adding)] if len(adding) == 2 else adding)), end, tuple(regions))
 
 
 def bias_sum(p: Problem, splits: int, parts: str = "workspace") -> Launch:

@@ -57,9 +57,14 @@ def cast_operands(
 
 def fresh_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a parameter in another type for a call with gradients, after which its kept casts are not trusted."""
+    fresh(parameter)
+    return parameter.to(dtype)
+
+
+def fresh(parameter: Tensor) -> None:
+    """Notes that a call with gradients uses a parameter, so that its kept casts are not trusted any more."""
     if not kept.captured(parameter, stream_of(parameter)):
         kept.packed_for_itself(parameter)
-    return parameter.to(dtype)
 
 
 def kept_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:

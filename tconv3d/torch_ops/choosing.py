@@ -149,7 +149,7 @@ def most_timed(wanted: Wanted, offers: Sequence[Offer], device: Device, benchmar
     doubt = max((calibration.doubt(each.kernel, each.rates, device) for each in least), default=1.0)
     if doubt > DOUBTFUL:
         ours = [each for each in offers if each.kernel != PYTORCH]
-        covers = ranked(tuple(wanted), ours, 2, attrgetter("microseconds"))
+        covers = ranked(tuple(wanted), ours, 2, attrgetter("microseconds"), launching=False)
         if len(covers) > 1 and sum(offer.microseconds for offer in covers[1]) < doubt * predicted:
             return BEST
     return int(any(_could_be_faster(offer, predicted, wanted, device) for offer in theirs))

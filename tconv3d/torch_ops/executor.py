@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,7 +167,7 @@ def known(key: tuple[Any, ...]) -> Task | None:
 
 def remember(key: tuple[Any, ...], task: Task) -> Task:
     if len(_tasks) >= MAX_TASKS:
-        _tasks.clear()
+        _drop_tasks()
         _packings.clear()
     _tasks[key] = task
     return task
@@ -177,10 +177,24 @@ def forget() -> None:
     """Drops all cached plans and tasks, so that every call is planned anew."""
     planner.plan.cache_clear()
     repertoire.forget()
+    _drop_tasks()
+
+
+_generation = 0  # number of times that tasks were dropped
+
+
+def _drop_tasks() -> None:
+    global _generation
+    _generation += 1
     _tasks.clear()
 
 
-choosing.on_change(_tasks.clear)
+def generation() -> int:
+    """Returns how often tasks were dropped: a task that somebody holds is out of date when the number has changed."""
+    return _generation
+
+
+choosing.on_change(_drop_tasks)
 
 
 def _key(which: Pass | Wanted, first: Tensor, address: int, settings: Settings, *rest: Any) -> tuple[Any, ...]:
@@ -330,6 +344,20 @@ def _forward_task(
     return _decide(key, {problem.which: problem}, trials, theirs, settings)
 
 
+def final_forward_task(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool
+) -> Task | None:
+    """Returns the task of all forward passes of such operands with gradients.
+
+    The result is None if the choice is not final, or if PyTorch's operator computes the pass.
+    """
+    try:
+        task = _forward_task(input, input.data_ptr(), weight, weight.data_ptr(), bias, convolution, relu, None, False)
+    except planner.Refused:
+        return None
+    return task if not task.theirs and any(each is task for each in _tasks.values()) else None
+
+
 class Trials:
     """Makes runs of plans on a call's operands, for timing; the results have memory of their own, once for all."""
 
@@ -449,13 +477,14 @@ def backward(
     input: Tensor | None,
     weight: Tensor | None,
     wanted: Wanted,
-    input_size: Triple,
-    kernel: Triple,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
     convolution: Convolution,
     backend: Backend | None = None,
 ) -> list[Tensor | None]:
     """Computes the wanted gradients of input, weight and bias together, with one key and one workspace.
 
+    The last three numbers of `input_size` and `kernel` count, so that whole shapes may be given.
     The weight's gradient needs `input`, and the input's gradient needs `weight`; either may be None if not needed.
     `backend` is the forward pass's, because autograd may run this in another thread; by default the present one.
     """
@@ -467,8 +496,8 @@ def backward(
     )  # fmt: skip
     task = _tasks.get(key)
     if task is None:
-        call = grad_output, input, weight, wanted, input_size, kernel, convolution
-        found = _wanted_problems(*call)
+        call = grad_output, input, weight, wanted, tuple(input_size)[-3:], tuple(kernel)[-3:], convolution
+        found = problems.wanted_gradients(*call, OperandAddresses(x, w, dy))
         asked = tuple([each[0] for each in found if each is not None])
         layouts = tuple([None if each is None else each[1] for each in found])
         trials = Trials(BACKWARD, layouts, grad_output, (dy, x, w))
@@ -480,30 +509,9 @@ def backward(
             _leave(refusal, backend)
             return theirs()
     if task.theirs:
-        return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
+        sizes = tuple(input_size)[-3:], tuple(kernel)[-3:]
+        return pytorch_ops.backward(grad_output, input, weight, wanted, *sizes, convolution)
     return task.run(grad_output, (dy, x, w), weight)
-
-
-def _wanted_problems(
-    grad_output: Tensor,
-    input: Tensor | None,
-    weight: Tensor | None,
-    wanted: Wanted,
-    input_size: Triple,
-    kernel: Triple,
-    convolution: Convolution,
-) -> list[Asked | None]:
-    at = OperandAddresses(_address(input), _address(weight), grad_output.data_ptr())
-    found: list[Asked | None] = [None, None, None]
-    if wanted[0]:
-        assert weight is not None
-        found[0] = problems.input_grad(grad_output, weight, input_size, convolution, at)
-    if wanted[1]:
-        assert input is not None
-        found[1] = problems.weight_grad(grad_output, input, kernel, convolution, at)
-    if wanted[2]:
-        found[2] = problems.bias_grad(grad_output, at)
-    return found
 
 
 def _gradient_task(

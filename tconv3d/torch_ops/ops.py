@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..planning.geometry import Triple
-from . import checks, executor, pytorch_ops, subclasses
+from . import casting_executor, checks, executor, pytorch_ops, subclasses
 from .backend import Backend, current_backend, use_backend
-from .casting import autocast_type, cast_operand, casts, fresh_cast, kept_cast
+from .casting import autocast_type, cast_operand, casts, fresh, fresh_cast, kept_cast
 from .checks import Convolution
 from .dispatch import (
     below_autograd,
@@ -121,14 +121,17 @@ def wanted_gradients(ctx: Any) -> executor.Wanted:
     """Returns which gradients of input, weight and bias this backward pass must compute.
 
     If the weight's gradient is wanted, the bias's gradient is computed too without asking PyTorch: it is little extra
-    work, and asking about a leaf that `autograd.grad` names costs 20 us for an exception.
+    work, and asking about a leaf that `autograd.grad` names costs 20 us for an exception. Nothing is asked of a layer
+    whose input needs no gradient: one of its parameters' gradients is wanted, or nobody would call.
     """
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
+    _, needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    if not needs_input:
+        return False, needs_weight, needs_bias
     if not (needs_bias and needs_weight):
         return needed_gradients(ctx)[1:4]
     nodes = [node for node, _ in ctx.next_functions if node is not None]
     weight = runs(nodes[-2])
-    return needs_input and runs(nodes[0]), weight, weight or runs(nodes[-1])
+    return runs(nodes[0]), weight, weight or runs(nodes[-1])
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -179,7 +182,9 @@ class _Forward(torch.autograd.Function):
 
 
 class _AutocastForward(torch.autograd.Function):
-    """Casts weight and bias to the input's type. The engine casts their gradients back to the types of the two.
+    """Casts operands to `dtype`. The engine casts the gradients of weight and bias back to the types of the two.
+
+    The input has the type already if it needs a gradient.
 
     The cast weight is saved, as PyTorch's autocast saves it: the weight may change before the backward pass. Second
     derivatives need the weight itself, which is part of the graph.
@@ -194,10 +199,17 @@ class _AutocastForward(torch.autograd.Function):
         bias: Tensor | None,
         convolution: Convolution,
         relu: bool,
+        dtype: torch.dtype,
     ) -> Tensor:
-        cast = fresh_cast(weight, input.dtype)
-        result = executor.forward(input, cast, cast_operand(bias, input.dtype, device_type(input)), convolution, relu)
-        kept = input if weight.requires_grad else None, cast if input.requires_grad else None
+        needs_input = input.requires_grad
+        made = casting_executor.forward(input, weight, bias, convolution, relu, dtype, needs_input)
+        if made is not None:
+            fresh(weight)
+            result, input, cast = made
+        else:
+            cast, input = fresh_cast(weight, dtype), input.to(dtype)
+            result = executor.forward(input, cast, cast_operand(bias, dtype, device_type(input)), convolution, relu)
+        kept = input if weight.requires_grad else None, cast if needs_input else None
         ctx.save_for_backward(*kept, result if relu else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
         ctx.original = weight, weight._version
@@ -215,7 +227,7 @@ class _AutocastForward(torch.autograd.Function):
                 )
             weight = original.to(weight.dtype)
         passed = grad if mask is None else torch.ops.aten.threshold_backward(grad, mask.detach(), 0)
-        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None, None
+        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None, None, None
 
 
 def _operator(relu: bool) -> Any:
@@ -257,14 +269,14 @@ def gradients_of(
     One call of the executor computes them together if this library's kernels run, nothing but autograd can change the
     call, and no graph is recorded. An active profiler does not change which kernels run.
     """
-    size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
         if torch._C._autograd._profiler_enabled():
             shown = grad, tuple(input_shape), tuple(weight_shape), tuple(wanted), *convolution
-            arguments = grad, input, weight, wanted, size, kernel, convolution, backend
+            arguments = grad, input, weight, wanted, input_shape, weight_shape, convolution, backend
             return named_call("conv_transpose3d_backward", executor.backward, shown, *arguments)
-        return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
+        return executor.backward(grad, input, weight, wanted, input_shape, weight_shape, convolution, backend)
+    size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     with use_backend(backend):
         return (
             _gradient(False, grad, weight, size, convolution) if wanted[0] else None,
@@ -424,17 +436,17 @@ def _cast_and_run(
     input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool, dtype: torch.dtype
 ) -> Tensor:
     """Runs the operator under autocast without the dispatcher, which costs more than the casts."""
-    where = device_type(input)
-    if input.dtype is not dtype:
+    where, records = device_type(input), recording(input, weight, bias)
+    if input.dtype is not dtype and not (records and casts(weight, dtype, where) and not input.requires_grad):
         input = input.to(dtype)
-    if not recording(input, weight, bias):
+    if not records:
         if casts(weight, dtype, where):
             weight = kept_cast(weight, dtype)
         if bias is not None and casts(bias, dtype, where):
             bias = kept_cast(bias, dtype)
         return executor.forward(input, weight, bias, convolution, relu, True)
     if casts(weight, dtype, where):
-        return _apply_autocast_forward(True, input, weight, bias, convolution, relu)
+        return _apply_autocast_forward(True, input, weight, bias, convolution, relu, dtype)
     return _apply_forward(True, input, weight, cast_operand(bias, dtype, where), convolution, relu)
 
 

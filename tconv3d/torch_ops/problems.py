@@ -231,3 +231,26 @@ def bias_grad(grad_output: Tensor, at: OperandAddresses) -> Asked:
         batch, channels, tuple(size), DTYPES[grad_output.dtype], grad_output.stride(), at.aligned("dy")
     )
     return problem, ((channels,), (1,))
+
+
+def wanted_gradients(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    wanted: tuple[bool, ...],
+    input_size: Triple,
+    kernel: Triple,
+    convolution: Convolution,
+    at: OperandAddresses,
+) -> list[Asked | None]:
+    """Returns the problems of the gradients of input, weight and bias, and None for those that are not wanted."""
+    found: list[Asked | None] = [None, None, None]
+    if wanted[0]:
+        assert weight is not None
+        found[0] = input_grad(grad_output, weight, input_size, convolution, at)
+    if wanted[1]:
+        assert input is not None
+        found[1] = weight_grad(grad_output, input, kernel, convolution, at)
+    if wanted[2]:
+        found[2] = bias_grad(grad_output, at)
+    return found

@@ -47,6 +47,34 @@ GRADIENTS = ("input", "weight", "bias")
 GATHERED = Case(Layer(40, 24, (2, 3, 3), T3, T2, T1, T1), "bfloat16", favoured="gather", wanted=GRADIENTS)
 TWINS = (
     Twin("direct", "direct", "&& w + kW < args.x_size.w;", "&& w + kW + 1 < args.x_size.w;", Case(ODD, "float64")),
+    Twin(
+        "direct",
+        "direct_weight_grad",
+        "position < args.dy_positions;",
+        "position + 1 < args.dy_positions;",
+        Case(replace(ODD, in_channels=4, out_channels=5), favoured="direct_weight_bias", wanted=("weight", "bias")),
+    ),
+    Twin(
+        "direct",
+        "channel_sum",
+        "last ? whole * rows",
+        "last ? whole * rows + 1",
+        Case(Layer(4, 5, (3, 3, 3), T3), wanted=("bias",), input=LAST, grad=LAST, at_end=False),
+    ),
+    Twin(
+        "direct",
+        "channel_sum",
+        "first += lanes * kAtOnce",
+        "first += (lanes + 1) * kAtOnce",
+        Case(Layer(4, 5, (3, 3, 3), T3), wanted=("bias",), input=LAST, grad=LAST, at_end=False),
+    ),
+    Twin(
+        "depthwise",
+        "reduce",
+        "args.more, block - blocks);",
+        "args.more, block);",
+        Case(replace(DEPTHWISE, size=(5, 6, 9)), wanted=("weight", "bias")),
+    ),
     Twin("depthwise", "depthwise", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE)),
     Twin(
         "depthwise", "depthwise_weight_grad", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE, wanted=("weight",))

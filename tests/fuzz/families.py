@@ -54,6 +54,7 @@ FAVOURED: dict[str, Favour] = {
     "to_lines": Favour(("to_lines", "tensor_weight_grad", "hopper_weight_grad")),
     "to_rows": Favour(("to_rows", "rows_weight_grad", "align")),
     "mma_far": Favour(("mma_far", "mma")),
+    "direct_weight_bias": Favour(("direct_weight_bias",)),
     "unfold": Favour(("unfold",)),
     "gather": Favour(("gather",)),
     "depthwise_tiles": Favour(("depthwise_tiles", "depthwise_tiles_weight_grad")),

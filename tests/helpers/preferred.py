@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from tconv3d.planning import calibration, planner
+from tconv3d.planning import calibration, offers, planner
 from tconv3d.planning.offers import Answer, Offer, Wanted
 from tconv3d.planning.problem import Device, Pass, Plan, Problem
 from tconv3d.torch_ops import executor
@@ -42,7 +42,7 @@ def preferring(*kernels: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def priced(*kernels: str) -> Iterator[None]:
-    """Offers of these kernels cost almost nothing, those of the first the least. What is planned stays planned."""
+    """Offers of these kernels cost almost nothing, the first the least; launches are free. Plans stay planned."""
     predicted = calibration.microseconds
     factors = {kernel: ALMOST_NOTHING ** (len(kernels) - number) for number, kernel in enumerate(kernels)}
 
@@ -54,7 +54,8 @@ def priced(*kernels: str) -> Iterator[None]:
     def surcharge(kernel: str, device: Device, kind: str = "") -> float:
         return 1.0 if kernel in factors else measured(kernel, device, kind)
 
-    with patch.object(calibration, "microseconds", price), patch.object(calibration, "surcharge", surcharge):
+    patches = {"microseconds": price, "surcharge": surcharge}
+    with patch.multiple(calibration, **patches), patch.multiple(offers, LAUNCHING=0.0, CALLING=0.0):
         yield
 
 

@@ -410,7 +410,8 @@ def test_threads_compile_one_kernel_once(builds: list[str]) -> None:
 def test_compile_everything_fails_for_a_kernel_that_does_not_compile(lanes: int, status: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.core")
     types = [["Scalar", "float"], ["Acc", "float"]]
-    record = [["reduce", [["kThreads", 256], ["kMinBlocks", 1], *types, ["kLanes", lanes], ["kOverlaps", False]]]]
+    sharing = [["kLanes", lanes], ["kMoreLanes", 0], ["kOverlaps", False]]
+    record = [["reduce", [["kThreads", 256], ["kMinBlocks", 1], *types, *sharing]]]
     (tmp_path / "launches-main.json").write_text(json.dumps(record))
     table = tmp_path / "registers.csv"
     command = [sys.executable, compile_everything.__file__, str(tmp_path), str(table)]

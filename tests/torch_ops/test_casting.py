@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import kernel_from, mutate_kernel
 
 import tconv3d
-from tconv3d.torch_ops import kept
+from tconv3d import emulator
+from tconv3d.planning import casts
+from tconv3d.planning.problem import Plan
+from tconv3d.torch_ops import executor, kept
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +125,111 @@ def test_a_frozen_weight_and_a_16_bit_weight(ours: str) -> None:
         layer.bfloat16()
         rounded = torch.autograd.grad(layer(leaf).float().sum(), leaf)[0]
     assert torch.equal(frozen, rounded)
+
+
+# ---- One launch that converts all small operands.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the tasks that are prepared; what earlier tests prepared is forgotten."""
+    executor.forget()
+    found: list[str] = []
+    make = executor.make_task
+
+    def noted(plan: Plan, *rest: Any) -> executor.Task:
+        found.append(plan.kernel)
+        return make(plan, *rest)
+
+    monkeypatch.setattr(executor, "make_task", noted)
+    yield found
+    executor.forget()
+
+
+def by_operators(layer: tconv3d.ConvTranspose3d, x: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Result and gradients by PyTorch's conversions, and this library's kernels for the type."""
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    y = tconv3d.conv_transpose3d(x.to(dtype), layer.weight.to(dtype), bias, stride=2)
+    wanted = [each for each in (x, *layer.parameters()) if each.requires_grad]
+    return [y, *torch.autograd.grad(y.float().square().sum(), wanted)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("needs_input", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_launch_converts_all_operands(
+    dtype: torch.dtype, needs_input: bool, bias: bool, ours: str, launched: list[str]
+) -> None:
+    """The bits are those of PyTorch's conversions, for numbers halfway between two, too, and for infinite ones."""
+    torch.manual_seed(3)
+    layer = tconv3d.ConvTranspose3d(5, 7, 3, stride=2, bias=bias, device=ours)
+    x = torch.randn(1, 5, 3, 2, 3, device=ours)
+    with torch.no_grad():
+        layer.weight[0, 0, 0, 0, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11])
+        x[0, 0, 0, 0] = torch.tensor([2.0**-140, float("inf"), -0.0])
+    x.requires_grad_(needs_input)
+    for _ in range(2):
+        with torch.autocast(ours, dtype=dtype):
+            y = layer(x)
+        assert y.dtype is dtype and launched.count("cast") == 1
+        wanted = [each for each in (x, *layer.parameters()) if each.requires_grad]
+        found = [y, *torch.autograd.grad(y.float().square().sum(), wanted)]
+        for one, other in zip(found, by_operators(layer, x, dtype), strict=True):
+            assert one.dtype is other.dtype and torch.equal(one.isnan(), other.isnan())
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+        with torch.no_grad():
+            layer.weight.mul_(-1.5)  # the next region sees the new weight
+
+
+def test_operands_that_one_launch_does_not_convert(ours: str, launched: list[str]) -> None:
+    layer, x = layer_and_input(ours)
+    strided = torch.randn(1, 4, 3, 2, 6, device=ours)[..., ::2]
+    double = tconv3d.ConvTranspose3d(4, 6, 3, stride=2, device=ours)
+    double.bias = torch.nn.Parameter(torch.randn(6, device=ours, dtype=torch.float16))
+    with torch.autocast(ours, dtype=torch.bfloat16):
+        for module, tensor in ((layer, strided), (double, x)):
+            y = module(tensor)
+            bias = module.bias.bfloat16() if module.bias is not None else None
+            same = tconv3d.conv_transpose3d(tensor.bfloat16(), module.weight.bfloat16(), bias, stride=2)
+            assert torch.equal(y, same)
+    assert "cast" not in launched
+
+
+def test_a_channels_last_input_stays_so(ours: str, launched: list[str]) -> None:
+    layer, x = layer_and_input(ours)
+    last = x.to(memory_format=torch.channels_last_3d)
+    with torch.autocast(ours, dtype=torch.bfloat16):
+        found = layer(last)
+    assert found.is_contiguous(memory_format=torch.channels_last_3d) and launched.count("cast") == 1
+    torch.testing.assert_close(found.double(), expected(layer, x), rtol=1e-2, atol=1e-2)
+
+
+def test_settings_that_change_plans_are_noticed(ours: str, launched: list[str]) -> None:
+    layer, x = layer_and_input(ours)
+    for number in (1, 2):
+        with torch.autocast(ours, dtype=torch.bfloat16):
+            layer(x)
+        assert launched.count("cast") == number
+        executor.forget()
+
+
+def test_a_conversion_has_no_race_and_writes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not emulator.available():
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setenv("TCONV3D_EMULATOR_RACES", "1")
+    counts = (1500, 3, 1024)
+    sources = [torch.randn(count) for count in counts]
+    results = [torch.full((count + 8,), 7.0, dtype=torch.bfloat16) for count in counts]
+    run = emulator.prepare(casts.cast(counts, "float32", "bfloat16"))
+    run(tuple(each.data_ptr() for each in (*sources, *results)))
+    for source, result in zip(sources, results, strict=True):
+        assert torch.equal(result[:-8], source.bfloat16()) and (result[-8:] == 7).all()
+
+
+@pytest.mark.slow
+def test_a_broken_conversion_is_found(tmp_path: Path, ours: str, launched: list[str]) -> None:
+    if ours == "cuda" or not emulator.available():
+        pytest.skip("the emulator takes other headers")
+    mutate_kernel("cast", "block - third)", "block - second)", tmp_path / "kernels")
+    with kernel_from(tmp_path / "kernels", "cast"), pytest.raises(AssertionError):
+        test_one_launch_converts_all_operands(torch.bfloat16, False, True, ours, launched)

@@ -119,7 +119,7 @@ def check(module: tconv3d.ConvTranspose3d, x: Tensor) -> None:
 @pytest.mark.parametrize("theirs", [True, False])
 def test_the_fastest_computes_this_and_later_calls(theirs: bool) -> None:
     module, x = layer(), example()
-    clock = Invented(*((2.0, 1.0) if theirs else (1.0, 2.0)) * 2)
+    clock = Invented(*((2.0, 1.0) if theirs else (1.0, 2.0)) * 2, 9.0)
     with choosing.measured_by(clock):
         check(module, x)
         assert tasks() == {Pass.FORWARD: theirs, (True, True, True): theirs}
@@ -464,7 +464,7 @@ def test_a_fused_block_is_pytorchs_chain_or_ours(theirs: bool) -> None:
 
 def test_explain_says_who_won_and_by_what() -> None:
     module, x = layer(), example()
-    with choosing.measured_by(Invented(0.2, 0.1, 0.1, 0.3)):
+    with choosing.measured_by(Invented(0.2, 0.1, 0.1, 0.3, 0.9)):
         before = tconv3d.explain(module, x)
         assert "not measured yet: offers are timed at the first call" in str(before)
         check(module, x)
@@ -475,7 +475,7 @@ def test_explain_says_who_won_and_by_what() -> None:
         assert found.kernel == "pytorch" and "PyTorch launches its own kernels" in str(found)
         assert found.here == "PyTorch's operator, the fastest offer, for forward; these kernels for all others"
         assert "not direct: predicted to take" in str(found)
-        assert found.passes[1].measured_us["direct + direct_weight_grad + channel_sum"] == pytest.approx(100)
+        assert found.passes[1].measured_us["direct + direct_weight_bias"] == pytest.approx(100)
         assert found.choices[0] == f"forward: pytorch, {text}"
     plain = tconv3d.explain(module, x)
     assert plain.kernel == "direct"
@@ -490,7 +490,7 @@ def test_accelerates_report_says_who_won() -> None:
         tconv3d.accelerate(model, example_input=x, report=reported.append)
     (swap,) = reported[0].layers
     assert swap.choices[0].startswith("forward: pytorch, measured on emulator")
-    assert swap.choices[1].startswith("backward: direct + direct_weight_grad + channel_sum, predicted to take")
+    assert swap.choices[1].startswith("backward: direct + direct_weight_bias, predicted to take")
     assert "           forward: pytorch, measured" in str(reported[0])
 
 
@@ -499,7 +499,7 @@ def test_accelerates_report_says_who_won() -> None:
 
 def test_tune_is_the_same_with_more_offers() -> None:
     module, x = layer(), example()
-    clock = Invented(0.2, 0.1, 0.1, 0.3)
+    clock = Invented(0.2, 0.1, 0.1, 0.3, 0.9)
     with choosing.measured_by(clock):
         found = tconv3d.tune(module, x, report=None, clock=clock)
         assert [each.name for each in found[-2:]] == ["forward, all offers", "backward, all offers"]

@@ -371,8 +371,8 @@ constants = (("kThreads", 256), ("kMinBlocks", 1), ("Scalar", "float"), ("Acc", 
 def work(lanes):
     ready.wait()
     try:
-        compiler.compile("reduce", (*constants, ("kLanes", lanes), ("kOverlaps", False)), "sm_80")
-        compiler.compile("reduce", (*constants, ("kLanes", lanes), ("kOverlaps", False)), "sm_90a")
+        compiler.compile("reduce", (*constants, ("kLanes", lanes), ("kMoreLanes", 0), ("kOverlaps", False)), "sm_80")
+        compiler.compile("reduce", (*constants, ("kLanes", lanes), ("kMoreLanes", 0), ("kOverlaps", False)), "sm_90a")
     except Exception as error:
         failures.append(error)
 threads = [threading.Thread(target=work, args=(lanes,)) for lanes in (1, 32, 1, 32)]

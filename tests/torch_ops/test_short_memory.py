@@ -15,6 +15,7 @@ from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
 from tconv3d.torch_ops import executor
+from tconv3d.torch_ops.problems import OperandAddresses, wanted_gradients
 
 T1, T2, T3, T4 = ((n, n, n) for n in (1, 2, 3, 4))
 
@@ -81,7 +82,9 @@ def test_large_layers_need_little() -> None:
     layer = Layer(64, 32, (64, 512, 512), T3, T2, T1, T1)
     x, w = (torch.empty(shape, device="meta") for shape in ((1, 64, *layer.size), (64, 32, *T3)))
     dy = torch.empty((1, 32, *(2 * n for n in layer.size)), device="meta")
-    found = executor._wanted_problems(dy, x, w, (True, True, True), layer.size, layer.kernel, layer.settings)
+    found = wanted_gradients(
+        dy, x, w, (True, True, True), layer.size, layer.kernel, layer.settings, OperandAddresses()
+    )
     problems = tuple(each[0] for each in found if each is not None)
     device = GPUS["H200"].device
     for which, part in ((Pass.WEIGHT_GRAD, 4 * w.numel()), (Pass.BIAS_GRAD, 4 * layer.out_channels)):

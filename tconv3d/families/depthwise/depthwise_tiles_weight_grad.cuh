@@ -11,8 +11,8 @@
 // taps need once for the whole team, and a tile of x for each member.
 //
 // The sums of a block are added in a fixed order and written as one partial sum; reduce.cuh adds the partial
-// sums. With kBias the kernel also sums dy for the bias gradient: a position adds the outputs of its own
-// taps, which are the taps with shift 0.
+// sums. A single part is the gradient itself, of type Stored. With kBias the kernel also sums dy for the bias
+// gradient: a position adds the outputs of its own taps, which are the taps with shift 0.
 #pragma once
 
 #include "slab.cuh"
@@ -219,20 +219,22 @@ struct DepthwiseTilesWeightGrad {
     constexpr int kTaps = C::kKernelD * kSums;
     const int groups =
         C::kGroups - first_group < C::kGroupsOfBlock ? C::kGroups - first_group : C::kGroupsOfBlock;
-    float* parts = static_cast<float*>(args.parts) + (split * C::kGroups + first_group) * kPairs * kTaps;
+    using Stored = typename C::Stored;
+    Stored* parts = static_cast<Stored*>(args.parts) + (split * C::kGroups + first_group) * kPairs * kTaps;
     for (int i = threadIdx.x; i < groups * kPairs * kTaps; i += C::kThreads) {
       const int place = C::kPlaceOfTap(i % kTaps / kSums);  // team, and member of it
-      parts[i] = total(totals, i / kTaps, place / C::kMembers, place % C::kMembers * kSums + i % kSums);
+      parts[i] = Narrow<Stored>::from(
+          total(totals, i / kTaps, place / C::kMembers, place % C::kMembers * kSums + i % kSums));
     }
     if constexpr (C::kBias) {
-      float* bias_parts =
-          static_cast<float*>(args.bias_parts) + (split * C::kGroups + first_group) * C::kOuts;
+      Stored* bias_parts =
+          static_cast<Stored*>(args.bias_parts) + (split * C::kGroups + first_group) * C::kOuts;
       for (int i = threadIdx.x; i < groups * C::kOuts; i += C::kThreads) {
         float all = 0.0f;
         const int channel =
             i / C::kOuts * kPairs + i % C::kOuts;  // the pair with the group's first channel of x
         for (int t = 0; t < C::kTeams; ++t) all += total(totals, channel, t, kAllSums);
-        bias_parts[i] = all;
+        bias_parts[i] = Narrow<Stored>::from(all);
       }
     }
   }

@@ -262,9 +262,9 @@ def _plan_weight_grad(
         x_strides=p.input,
         **values,
     )
-    sums, why = weight_sums(p, splits if grid else 0), "multiply-adds, walking along depth"
+    sums, why = weight_sums(p, [main], splits if grid else 0), "multiply-adds, walking along depth"
     tile = f"{tile}, {splits} parts"
-    return Plan("depthwise_weight_grad", why, (main, *sums.launches), sums.bytes, tile, sums.regions)
+    return Plan("depthwise_weight_grad", why, sums.launches, sums.bytes, tile, sums.regions)
 
 
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes

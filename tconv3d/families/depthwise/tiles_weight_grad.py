@@ -21,7 +21,7 @@ from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, is_channels_last
 from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
-from ...planning.sums import BIAS_PARTS, weight_sums
+from ...planning.sums import BIAS_PARTS, stored_type, unsplit, weight_sums
 from .arguments import DEPTHWISE_TILES_WEIGHT_GRAD
 from .slabs import (
     BARRIERS,
@@ -52,6 +52,7 @@ MOST_SHARED_PRODUCTS = 1600  # multiply-adds of the unrolled code: 28 KB of inst
 MEMBERS_REGISTERS = 24  # beside sums, a tile of x for each member and a row of dy
 REPEATS = 1, 2, 4  # candidates for the tiles of a thread
 CHANNELS = 8, 16, 32  # candidates for the channels of a block if channels are neighbours in memory
+ADDING = 3500  # cycles of an H200 for the launch that adds the parts: 2 us
 FINALISTS = 8  # tilings that are compared at several lengths along depth
 
 
@@ -182,18 +183,27 @@ class Tiling:
         memory = max((problem.bytes + sums) / COPY, (read + sums) / L2) / device.multiprocessors
         return max(arithmetic, memory) + 0.2 * min(arithmetic, memory)
 
+    def splits(self, length: int) -> int:
+        """Returns the number of partial sums if blocks have `length` planes of x."""
+        by_h, by_w, _ = self.blocks
+        return self.problem.batch * -(-self.problem.input_size[0] // length) * by_h * by_w
+
     def parts_bytes(self, length: int) -> int:
         """Returns the bytes of the partial sums."""
-        g, (by_h, by_w, _) = self.problem.geometry, self.blocks
-        splits = self.problem.batch * -(-self.problem.input_size[0] // length) * by_h * by_w
-        return 4 * splits * (g.in_channels * g.out_per_group * g.taps + (g.out_channels if self.problem.bias else 0))
+        g = self.problem.geometry
+        weight, bias = g.in_channels * g.out_per_group * g.taps, g.out_channels if self.problem.bias else 0
+        return 4 * self.splits(length) * (weight + bias)
 
     def length(self, device: Device) -> int:
         """Returns the planes of x per block that take the fewest cycles, or 0 if no workspace is large enough."""
         depth = self.problem.input_size[0]
         lengths = {min(-(-depth // parts), self.longest) for parts in range(1, min(depth, 16) + 1)}
         fitting = [length for length in sorted(lengths) if self.parts_bytes(length) <= device.workspace_bytes]
-        return min(fitting, key=lambda length: self.cycles(length, device), default=0)
+
+        def cycles(length: int) -> float:
+            return self.cycles(length, device) + (ADDING if self.splits(length) > 1 else 0)
+
+        return min(fitting, key=cycles, default=0)
 
 
 @lru_cache(maxsize=256)
@@ -380,9 +390,12 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 def work(problem: Problem, device: Device, shared: bool = False) -> Work:
     """Returns the work of the launches: cycles by the model."""
-    tiling = _tiling(problem, device, shared)
-    cycles = inf if tiling is None else tiling.cycles(tiling.length(device), device)
-    return Work(2 + problem.bias, cycles, tensor_cores=False)
+    tiling, launches = _tiling(problem, device, shared), 2 + problem.bias
+    if tiling is None:
+        return Work(launches, inf, tensor_cores=False)
+    length = tiling.length(device)
+    spared = launches - 1 if unsplit(problem, tiling.splits(length)) else launches - 2
+    return Work(launches, tiling.cycles(length, device), spared=spared, tensor_cores=False)
 
 
 def plan(problem: Problem, device: Device, shared: bool = False) -> Plan:
@@ -391,11 +404,11 @@ def plan(problem: Problem, device: Device, shared: bool = False) -> Plan:
     length, slab = tiling.length(device), tiling.inputs
     parts = -(-problem.input_size[0] // length)
     by_h, by_w, chunks = tiling.blocks
-    splits = problem.batch * parts * by_h * by_w
+    splits = tiling.splits(length)
     main = DEPTHWISE_TILES_WEIGHT_GRAD.launch(
         splits * chunks,
         tiling.threads,
-        _constants(tiling),
+        (*_constants(tiling), ("Stored", stored_type(problem, splits))),
         {"parts": "workspace", "bias_parts": BIAS_PARTS if problem.bias else "null"},
         shared_bytes=tiling.shared_bytes,
         min_blocks=tiling.resident(device),
@@ -408,11 +421,9 @@ def plan(problem: Problem, device: Device, shared: bool = False) -> Plan:
         by_h=by_h,
         by_parts=parts,
     )
-    sums, why = weight_sums(problem, splits), "multiply-adds, planes in shared memory"
+    sums, why = weight_sums(problem, [main], splits, narrows=True), "multiply-adds, planes in shared memory"
     tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
-    return Plan(
-        SHARED if shared else KERNEL, why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts", sums.regions
-    )
+    return Plan(SHARED if shared else KERNEL, why, sums.launches, sums.bytes, f"{tile}, {splits} parts", sums.regions)
 
 
 def _constants(tiling: Tiling) -> Constants:

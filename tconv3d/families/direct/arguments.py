@@ -36,13 +36,16 @@ DIRECT_WEIGHT_GRAD = Arguments(
     x=CONST_POINTER("The input."),
     dy=CONST_POINTER("The gradient of the output."),
     parts=POINTER("Partial sums: [splits][in_channels][out_channels / groups][kernel d][h][w]."),
+    bias=POINTER("The gradient of the bias, or null."),
     x_strides=STRIDES("Strides of x."),
     dy_strides=STRIDES("Strides of dy."),
     positions=INT64("Positions of x in all batch items."),
-    warps=INT64("Warps in all: splits * units of channels * rows of taps."),
+    warps=INT64("Warps for the weight in all: splits * units of channels * rows of taps."),
+    dy_positions=INT64("Positions of dy in all batch items."),
     splits=INT32("Number of parts."),
     dy_size=EXTENT("Size of dy."),
     walk=WALK("A warp's walk over the positions of x."),
+    dy_walk=WALK("A warp's walk over the positions of dy."),
 )
 CHANNEL_SUM = Arguments(
     "channel_sum",
@@ -53,5 +56,9 @@ CHANNEL_SUM = Arguments(
     volume=INT64("Positions of a batch item."),
     splits=INT32("Number of parts."),
     channels=INT32("Channels of dy."),
+    bundle_vectors=INT32(
+        "Vectors of 16 bytes of a bundle, the fewest rows of channels that are whole vectors; or 0."
+    ),
+    bundle_rows=INT32("Rows of a bundle; or 0."),
     walk=WALK("A warp's walk over the positions of dy."),
 )

@@ -6,10 +6,14 @@
 // are 32 neighbouring positions (a sum over the lanes ends the loop), or, for channels-last tensors, 32
 // neighbouring channel tiles at one position. Warps of a block share their positions and differ in their
 // taps, so that L1 serves their common loads. Every split writes a partial sum (split-K), and reduce.cuh adds
-// the partial sums in a fixed order.
+// the partial sums in a fixed order. A single split writes the gradient itself, of type Stored.
+//
+// With kBias, which small volumes have, there is one split, and further warps sum dy for the gradient of the
+// bias, each one channel.
 #pragma once
 
 #include "cursor.cuh"
+#include "long_sum.cuh"
 
 namespace tconv3d {
 
@@ -32,10 +36,7 @@ struct WeightGrad {
   int tile, group, in, out;  // channel tile, group, first channels within the group
   Acc sum[C::kTileIn][C::kTileOut][C::kTapsW];
 
-  __device__ __forceinline__ bool locate() {
-    lane = threadIdx.x % kLanes;
-    long long warp = static_cast<long long>(blockIdx.x) * (C::kThreads / kLanes) + threadIdx.x / kLanes;
-    if (warp >= args.warps) return false;
+  __device__ __forceinline__ void locate(long long warp) {
     const int row = static_cast<int>(warp % kRows);
     warp /= kRows;
     const int unit = static_cast<int>(warp % kUnits);
@@ -49,7 +50,6 @@ struct WeightGrad {
     out = known % kTilesOut * C::kTileOut;
     in = known / kTilesOut % kTilesIn * C::kTileIn;
     group = known / (kTilesOut * kTilesIn);
-    return true;
   }
 
   static __device__ __forceinline__ int at_most(int value, int limit) {
@@ -100,7 +100,8 @@ struct WeightGrad {
   __device__ __forceinline__ void store() {
     constexpr long long kTaps = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
     constexpr long long kSize = C::kGroups * C::kInPerGroup * C::kOutPerGroup * kTaps;
-    Acc* parts = static_cast<Acc*>(args.parts) + split * kSize;
+    using Stored = typename C::Stored;
+    Stored* parts = static_cast<Stored*>(args.parts) + split * kSize;
 #pragma unroll
     for (int a = 0; a < C::kTileIn; ++a) {
 #pragma unroll
@@ -115,14 +116,39 @@ struct WeightGrad {
           const long long channels =
               static_cast<long long>(group * C::kInPerGroup + in + a) * C::kOutPerGroup + out + b;
           const long long tap = (tap_d * C::kKernelH + tap_h) * C::kKernelW + tap_w + t;
-          if (writer && exists) parts[channels * kTaps + tap] = total;
+          if (writer && exists) parts[channels * kTaps + tap] = Narrow<Stored>::from(total);
         }
       }
     }
   }
 
+  // Sums one channel of dy over batch and volume, if the block has a warp for it.
+  __device__ __forceinline__ void sum_channel(long long channel) {
+    if (channel >= C::kGroups * C::kOutPerGroup) return;
+    const Scalar* dy = static_cast<const Scalar*>(args.dy) +
+                       static_cast<Index>(channel) * static_cast<Index>(args.dy_strides.c);
+    LongSum<Acc> sum;
+    Cursor<Index> i(lane, args.dy_walk);
+#pragma unroll 4
+    for (int position = lane; position < args.dy_positions; position += kLanes) {
+      sum.add(widen<Acc>(
+          dy[i.n * static_cast<Index>(args.dy_strides.n) + i.d * static_cast<Index>(args.dy_strides.d) +
+             i.h * static_cast<Index>(args.dy_strides.h) + i.w * static_cast<Index>(args.dy_strides.w)]));
+      i.advance(args.dy_walk);
+    }
+    const Acc total = warp_sum(sum.total);
+    using Stored = typename C::Stored;
+    if (lane == 0) static_cast<Stored*>(args.bias)[channel] = Narrow<Stored>::from(total);
+  }
+
   __device__ __forceinline__ void compute() {
-    if (!locate()) return;
+    lane = threadIdx.x % kLanes;
+    const long long warp = static_cast<long long>(blockIdx.x) * (C::kThreads / kLanes) + threadIdx.x / kLanes;
+    if (warp >= args.warps) {
+      if constexpr (C::kBias) sum_channel(warp - args.warps);
+      return;
+    }
+    locate(warp);
 #pragma unroll
     for (int a = 0; a < C::kTileIn; ++a) {
 #pragma unroll

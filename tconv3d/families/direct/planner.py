@@ -7,8 +7,9 @@ positions are split.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from ...planning import offers
 from ...planning.arguments import per_axis
@@ -28,16 +29,18 @@ from ...planning.problem import (
 )
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
-from ...planning.sums import bias_sum, weight_sums
+from ...planning.sums import BIAS_PARTS, bias_sum, stored_type, unsplit, weight_sums
 from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
+TOGETHER = "direct_weight_bias"  # gradients of weight and bias of a small volume, by one launch
 MAX_THREADS = 256  # per block
 MAX_TAPS = 128  # taps that a thread may own, because the loop over its taps is unrolled
 MAX_REGISTERS = 96  # registers per thread for accumulators and loaded values
 STAGE_BYTES = 32 * 1024  # bytes of weights that a block stages in shared memory at a time
 SUM_THREADS = 256  # per block of a bias gradient whose threads have vectors of channels
 WARPS_PER_MULTIPROCESSOR = 32  # resident warps that split sums aim for
+MOST_TOGETHER = 4096  # positions of dy, batch included, that one warp per channel sums beside a weight gradient
 LOAD_CYCLES = 400  # cycles from one load of x to the next in a multiprocessor with few warps
 CHAINED = 1.35  # measured over predicted time if sums are added to totals: 1.33 and 1.40 for two layers
 KEEPING_REST = 4  # instructions of a compensated addition, which keeps its rounding error
@@ -50,15 +53,34 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
     kernels = {Pass.WEIGHT_GRAD: "direct_weight_grad", Pass.BIAS_GRAD: "channel_sum"}
-    return [
+    found = [
         _with_kind(offers.alone(kernels.get(problem.which, "direct"), problem, device, why_not, work, plan))
         for problem in wanted.values()
     ]
+    return [*found, *offers.weight_with_bias(TOGETHER, wanted, device, _why_not_together, _work_together, plan)]
+
+
+def _why_not_together(problem: Problem, device: Device) -> str | None:
+    """Returns why no launch computes the gradients of weight and bias together."""
+    if problem.batch * prod(problem.output_size) > MOST_TOGETHER:
+        return f"a warp sums at most {MOST_TOGETHER} positions of a channel"
+    if not _lanes_are_positions(problem.input, problem.output):
+        return "lanes have channels in place of positions"
+    if len(plan(replace(problem, bias=False), device).launches) > 1:
+        return "the weight's gradient has several parts"
+    return None
+
+
+def _work_together(problem: Problem, device: Device) -> Work:
+    return Work(1, products=problem.flops / 2)
 
 
 def _with_kind(answer: Answer) -> Answer:
-    """Gives the bias gradient of rows of vectors a kind of its own: the rates of other rows are far higher."""
-    if isinstance(answer, Offer) and answer.problem.which is Pass.BIAS_GRAD and _vectors_of_rows(answer.problem):
+    """Gives the bias gradient of dense rows a kind of its own: the rates of other rows are far higher.
+
+    The rates were measured for rows that are whole vectors. Loops over other rows have the same instructions.
+    """
+    if isinstance(answer, Offer) and answer.problem.which is Pass.BIAS_GRAD and _bundle(answer.problem)[0]:
         return replace(answer, kind="bias_grad, rows of vectors")
     return answer
 
@@ -71,7 +93,7 @@ def work(problem: Problem, device: Device) -> Work:
     """
     if problem.which in (Pass.FORWARD, Pass.INPUT_GRAD):
         return Work(1, cycles(problem, device), tensor_cores=False)
-    return Work(2, products=problem.flops / 2)
+    return Work(2, products=problem.flops / 2, spared=2 - len(plan(problem, device).launches))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -278,15 +300,16 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
     return max(1, min(wanted, positions // 256, device.workspace_bytes // (count * acc_bytes)))
 
 
+@lru_cache(maxsize=64)
 def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     g = p.geometry
     acc, acc_bytes = accumulator(p.dtype)
-    sums = 384 // acc_bytes
+    most = 384 // acc_bytes  # sums of a thread
     pieces = -(-g.kernel[2] // 8)
     taps_w = -(-g.kernel[2] // pieces)
-    tile_out = min(8, power_of_two_up(g.out_per_group), max(1, sums // (2 * taps_w)))
+    tile_out = min(8, power_of_two_up(g.out_per_group), max(1, most // (2 * taps_w)))
     tile_out = 1 << tile_out.bit_length() - 1
-    tile_in = min(8, power_of_two_up(g.in_per_group), max(1, sums // (tile_out * taps_w)))
+    tile_in = min(8, power_of_two_up(g.in_per_group), max(1, most // (tile_out * taps_w)))
     tile_in = 1 << tile_in.bit_length() - 1
     lanes_are_positions = _lanes_are_positions(p.input, p.output)
     tiles = g.groups * -(-g.in_per_group // tile_in) * -(-g.out_per_group // tile_out)
@@ -308,6 +331,7 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     constants: Constants = (
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
+        ("Stored", stored_type(p, splits)),
         ("kWide", wide),
         ("kUnitW", p.input[4] == 1 and p.output[4] == 1),
         ("kLanesArePositions", lanes_are_positions),
@@ -318,13 +342,14 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         ("kTileOut", tile_out),
         ("kTapsW", taps_w),
         *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
+        ("kBias", p.bias),
     )
     warps = splits * units
     main = DIRECT_WEIGHT_GRAD.launch(
-        -(-warps // 4),
+        -(-(warps + (g.out_channels if p.bias else 0)) // 4),
         128,
         constants,
-        {"parts": "workspace"},
+        {"parts": "workspace", "bias": BIAS_PARTS if p.bias else "null"},
         x_strides=p.input,
         dy_strides=p.output,
         positions=positions,
@@ -332,20 +357,28 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         splits=splits,
         dy_size=p.output_size,
         walk=(p.input_size, 32 if lanes_are_positions else 1),
+        dy_walk=(p.output_size, 32),
+        dy_positions=p.batch * prod(p.output_size),
     )
-    adding = weight_sums(p, splits)
+    sums = weight_sums(p, [main], splits, narrows=True)
     tile = f"each warp {tile_in} x {tile_out} channels x {taps_w} taps, {splits} parts"
-    return Plan("direct_weight_grad", "multiply-adds, any setting", (main, *adding.launches), adding.bytes, tile)
+    return Plan(
+        TOGETHER if p.bias else "direct_weight_grad", "multiply-adds, any setting", sums.launches, sums.bytes, tile
+    )
 
 
-def _vectors_of_rows(p: Problem) -> int:
-    """Returns the vectors of 16 bytes of a position if dy is a dense channels-last matrix of them, else 0."""
-    channels = p.geometry.out_channels
+def _bundle(p: Problem) -> tuple[int, int]:
+    """Returns the vectors of 16 bytes and the rows of a bundle, the fewest rows of channels that are whole vectors.
+
+    Both are 0 unless dy is a dense channels-last matrix whose bundles fit a block.
+    """
+    channels, items = p.geometry.out_channels, 16 // p.item_bytes
     dense = p.output == channels_last_strides((p.batch, channels, *p.output_size))
-    vectors, rest = divmod(channels * p.item_bytes, 16)
-    return vectors if dense and p.aligned and rest == 0 and vectors <= SUM_THREADS else 0
+    vectors, rows = channels // gcd(channels, items), items // gcd(channels, items)
+    return (vectors, rows) if dense and p.aligned and vectors <= SUM_THREADS else (0, 0)
 
 
+@lru_cache(maxsize=64)
 def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     channels = p.geometry.out_channels
     d, h, w = p.output_size
@@ -354,11 +387,11 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     lanes_are_positions = _lanes_are_positions(p.output) or channels < 16  # fewer channels leave most lanes idle
     units = channels if lanes_are_positions else -(-channels // 32)
     splits = _splits(units, channels, acc_bytes, positions, device)
-    vectors = _vectors_of_rows(p)
+    vectors, rows = _bundle(p)
     if vectors:
-        least = 8 * (SUM_THREADS // vectors)  # positions of a part, so that every thread has 8
+        least = 8 * (SUM_THREADS // vectors)  # bundles of a part, so that every thread has 8
         most = device.workspace_bytes // (channels * acc_bytes)
-        splits = max(1, min(4 * device.multiprocessors, positions // least, most))
+        splits = max(1, min(4 * device.multiprocessors, positions // rows // least, most))
     threads = SUM_THREADS if vectors else 128
     wide = max(last_offset((p.batch + 1, channels, d + 1, h + 1, w + 1), p.output), positions + 2**16) > INT32_MAX
     main = CHANNEL_SUM.launch(
@@ -367,19 +400,24 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
         (
             ("Scalar", SCALARS[p.dtype]),
             ("Acc", acc),
+            ("Stored", stored_type(p, splits)),
             ("kWide", wide),
             ("kRows", vectors > 0),
             ("kUnitW", p.output[4] == 1),
             ("kLanesArePositions", lanes_are_positions),
             ("kDense", lanes_are_positions and p.output[2:] == (h * w, w, 1)),
         ),
-        {"parts": "workspace"},
+        {"parts": "db" if unsplit(p, splits) else "workspace"},
         dy_strides=p.output,
         positions=positions,
         volume=d * h * w,
         splits=splits,
         channels=channels,
+        bundle_vectors=vectors,
+        bundle_rows=rows,
         walk=((d, h, w), 32 if lanes_are_positions else 1),
     )
-    launches, workspace_bytes = (main, bias_sum(p, splits)), splits * channels * acc_bytes
-    return Plan("channel_sum", "one read of the gradient", launches, workspace_bytes, f"{splits} parts")
+    why, tile = "one read of the gradient", f"{splits} parts"
+    if unsplit(p, splits):
+        return Plan("channel_sum", why, (main,), tile=tile)
+    return Plan("channel_sum", why, (main, bias_sum(p, splits)), splits * channels * acc_bytes, tile)

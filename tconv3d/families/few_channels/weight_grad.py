@@ -220,8 +220,8 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
         by_line_vectors=line_vectors,
         by_tile_lines=lines_h,
     )
-    sums, why = weight_sums(p, splits), "positions as K on tensor cores, columns of taps"
-    return Plan("few_weight_grad", why, (main, *sums.launches), sums.bytes, f"{tile}, {splits} parts")
+    sums, why = weight_sums(p, [main], splits), "positions as K on tensor cores, columns of taps"
+    return Plan("few_weight_grad", why, sums.launches, sums.bytes, f"{tile}, {splits} parts")
 
 
 def _vector(layout: Layout) -> int:

@@ -21,7 +21,7 @@ from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
 from ...planning.repertoire import TYPICAL, Repertoire, nearest
 from ...planning.scalars import INT32_MAX, SCALARS
-from ...planning.sums import reduce_parts
+from ...planning.sums import joined, reduce_parts
 from .arguments import ROWS_WEIGHT_GRAD
 
 PRODUCERS, CONSUMERS = 2, 2  # warpgroups that copy, and that multiply
@@ -434,7 +434,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     )
     if p.bias:
         bias_parts, channels = splits * len(made.sets) * CONSUMERS, g.out_channels
-        launches.append(reduce_parts(p.dtype, channels, bias_parts, "db", (1, 1, channels), (0, 0, 1), BIAS_PARTS))
+        bias = reduce_parts(p.dtype, channels, bias_parts, "db", (1, 1, channels), (0, 0, 1), BIAS_PARTS)
+        launches[1:] = [joined(launches[1], bias)]
     return Plan(
         "rows_weight_grad",
         "rows of channels as they are, positions as K on warpgroup tensor cores",

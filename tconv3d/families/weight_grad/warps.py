@@ -11,7 +11,7 @@ a warp copies at a time: some channels of 32 slots, each the words of one load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -317,10 +317,10 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     splits = _splits(p, device, layer, pieces[0][1], tiling, box, count)
     slots = _bias_slots(layer, tiling) if p.bias else 0
     mains = tuple(_main(p, layer, i, planes, tiling, splits) for i, (_, planes) in enumerate(pieces))
-    sums = _sums(p, splits, slots)
+    sums = _sums(p, mains, splits, slots)
     tile = f"{tiling} ({box.d} x {box.h} lines of {box.w * SEGMENT}), {splits} parts"
     why = "positions as K on tensor cores" + (", three TF32 products" if layer.strict else "")
-    return Plan("tensor_weight_grad", why, (*mains, *sums.launches), sums.bytes, tile, sums.regions)
+    return Plan("tensor_weight_grad", why, sums.launches, sums.bytes, tile, sums.regions)
 
 
 def _bias_slots(layer: Layer, tiling: Tiling) -> int:
@@ -343,19 +343,19 @@ def _added_together(p: Problem) -> bool:
     return p.weight == dense and g.in_channels * g.out_per_group * g.taps % 4 == 0 and g.out_channels % 4 == 0
 
 
-def _sums(p: Problem, splits: int, bias_slots: int) -> WeightSums:
-    """Returns what adds the parts of the weight gradient, and those of the bias gradient if it is wanted."""
+def _sums(p: Problem, mains: Sequence[Launch], splits: int, bias_slots: int) -> WeightSums:
+    """Returns the launches `mains` and what adds their parts: the weight's, and the bias's if they are wanted."""
     g = p.geometry
     count, bias_splits = g.in_channels * g.out_per_group * g.taps, splits * bias_slots
     if not p.bias or not _added_together(p):
-        return weight_sums(p, splits, bias_splits)
+        return weight_sums(p, mains, splits, bias_splits)
     sums = (
         Sum("workspace", "dw", count, count, splits),
         Sum(BIAS_PARTS, "db", g.out_channels, g.out_channels, bias_splits),
     )
     start = 4 * splits * count
     end = start + 4 * bias_splits * g.out_channels
-    return WeightSums((add_parts(sums, p.dtype, overlaps=False),), end, ((BIAS_PARTS, start),))
+    return WeightSums((*mains, add_parts(sums, p.dtype, overlaps=False)), end, ((BIAS_PARTS, start),))
 
 
 @lru_cache(maxsize=1024)

@@ -26,7 +26,10 @@ def channels_last(channels: int, dtype: torch.dtype, offset: int) -> torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("channels", "offset"), [(8, 0), (24, 0), (24, 1), (37, 0), (264, 0), (2056, 0)])
+@pytest.mark.parametrize(
+    ("channels", "offset"),
+    [(8, 0), (24, 0), (24, 1), (37, 0), (264, 0), (2056, 0), (2, 0), (12, 0), (53, 0), (131, 0), (250, 0)],
+)
 def test_sums_are_exact(channels: int, offset: int, dtype: torch.dtype) -> None:
     grad = channels_last(channels, dtype, offset)
     with tconv3d.use_backend("cuda" if CUDA else "emulator"):
@@ -38,9 +41,18 @@ def test_sums_are_exact(channels: int, offset: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("channels", "dtype", "aligned", "rows"),
-    [(24, "bfloat16", True, True), (24, "bfloat16", False, False), (20, "bfloat16", True, False)],
+    [
+        (24, "bfloat16", True, True),
+        (24, "bfloat16", False, False),
+        (20, "bfloat16", True, True),
+        (53, "bfloat16", True, True),
+        (257, "bfloat16", True, False),
+        (257, "float32", True, False),
+    ],
 )
-def test_vectors_are_for_whole_and_aligned_rows(channels: int, dtype: str, aligned: bool, rows: bool) -> None:
+def test_vectors_are_for_aligned_rows_whose_bundles_fit_a_block(
+    channels: int, dtype: str, aligned: bool, rows: bool
+) -> None:
     strides = channels_last_strides((2, channels, *SIZE))
     problem = bias_grad_problem(2, channels, SIZE, dtype, strides, aligned)
     plan = planner.plan(problem, GPUS["H200"].device)
