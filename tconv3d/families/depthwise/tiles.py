@@ -105,7 +105,7 @@ class Tiling:
         """Threads of a block that have a tile."""
         return self.slab.tiles_h * self.slab.tiles_w * self.slab.threads
 
-    @property
+    @cached_property
     def threads(self) -> int:
         return -(-self.active // WARP) * WARP
 
@@ -148,7 +148,7 @@ class Tiling:
             return 1 if self.slab.raw else 2
         return _span(depth) + depth.input_step
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         kernel_d, kernel_h, kernel_w = self.side.problem.geometry.kernel
         row = kernel_w if self.slab.last or not self.by_rows else -(-kernel_w // 4) * 4
@@ -206,7 +206,6 @@ class Tiling:
             and self.registers <= MAX_REGISTERS
             and self.products * copies <= (MOST_PRODUCTS if self.own == 1 else MOST_OWN_PRODUCTS * copies)
             and self.shared_bytes <= device.shared_bytes
-            and not (self.gathers and self.blocks[1] > 1)
         )
 
     @cached_property
@@ -244,19 +243,19 @@ class Tiling:
             return item / L2
         return SMALL_STORE / self.stored * min(line * item / SECTOR, 1)
 
-    @property
+    @cached_property
     def plane_cycles(self) -> float:
         """Cycles of a multiprocessor for all that a block does with one position along depth."""
         kernel_d, step = self.side.problem.geometry.kernel[0], self.side.gathers[0].input_step
         products = self.side.reduced * kernel_d * self.tap_cycles * (self.threads // WARP)
         return products + step * self.fill_cycles + (sum(self.store_costs) if self.gathers else 0)
 
-    @property
+    @cached_property
     def fill_cycles(self) -> float:
         """Cycles of a multiprocessor for filling one plane of the ring."""
         return self.slab.fill_instructions(self.threads) * (self.threads // WARP) / 4
 
-    @property
+    @cached_property
     def store_costs(self) -> tuple[float, float]:
         """Cycles of the issue slots and of shared memory for the stores of a warp's outputs of a plane."""
         item = self.slab.item
@@ -275,19 +274,9 @@ class Tiling:
 
     def accesses(self, width: int) -> int:
         """Returns the accesses of shared memory by which a warp puts as many bytes of each thread's line."""
-        slab, phases_h = self.slab, self.side.gathers[1].phases
-        tiles, together = slab.tiles_h * slab.tiles_w, 4 * WARP // width
-        found = 0
-        for first in range(0, WARP, together):
-            starts = set()
-            for thread in range(first, first + together):
-                channel, tile = divmod(thread, tiles)
-                h, w = slab.tile_of(tile)
-                line = h * slab.tile_h * phases_h
-                at = (line * self.side.y_size[2] + w * self.line) * slab.item
-                starts.add((channel * self.run_bytes + at) // width)
-            found += max(Counter(start % (4 * BANKS // width) for start in starts).values())
-        return found
+        slab, along = self.slab, self.line * self.slab.item
+        down = slab.tile_h * self.side.gathers[1].phases * self.side.y_size[2] * slab.item
+        return _accesses(slab.tiles_h, slab.tiles_w, slab.last or slab.down, down, along, self.run_bytes, width)
 
     def cycles(self, length: int, device: Device) -> float:
         """Returns the cycles of the busiest multiprocessor if blocks compute `length` positions along depth."""
@@ -322,6 +311,25 @@ class Tiling:
         return min(lengths, key=lambda length: self.cycles(length, device))
 
 
+@lru_cache(maxsize=65536)
+def _accesses(tiles_h: int, tiles_w: int, first_h: bool, down: int, along: int, run_bytes: int, width: int) -> int:
+    """Returns the accesses of shared memory of a warp whose threads each store `width` bytes.
+
+    Tiles are `down` and `along` bytes apart, and numbered along h first with `first_h`. Channels are `run_bytes`
+    apart.
+    """
+    tiles, together = tiles_h * tiles_w, 4 * WARP // width
+    found = 0
+    for first in range(0, WARP, together):
+        starts = set()
+        for thread in range(first, first + together):
+            channel, tile = divmod(thread, tiles)
+            h, w = (tile % tiles_h, tile // tiles_h) if first_h else divmod(tile, tiles_w)
+            starts.add((channel * run_bytes + h * down + w * along) // width)
+        found += max(Counter(start % (4 * BANKS // width) for start in starts).values())
+    return found
+
+
 def _span(gather: Gather) -> int:
     """Returns the number of elements from the first to the last one that a position reads."""
     return gather.reach[1] - gather.reach[0] + 1
@@ -353,6 +361,8 @@ def _candidates(side: Side, device: Device, form: str) -> list[Tiling]:
     for tile_h, tile_w in ROWS if form == BY_ROWS else TILES:
         counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
         for tiles_h, tiles_w in product(*counts):
+            if form == GATHERED and tiles_w * tile_w < side.grid[2]:  # a block has whole lines
+                continue
             for count in _channels(last, groups, side, tiles_h * tiles_w, form):
                 slabs = [
                     Slab(last, problem.item_bytes, count * side.reduced, tiles_h, tiles_w, tile_h, tile_w,
