@@ -53,6 +53,9 @@ struct DepthwiseTiles {
   };
   static constexpr int kRows = (C::kTileH - 1) * C::kInputStepH + C::kSpanH;  // rows that a thread reads
   static constexpr bool kRaw = C::kRawPieces > 0;  // planes arrive as they lie in memory
+  // Elements of a plane as it lies in memory: [channel][row][piece].
+  static constexpr int kRawSize =
+      Planes::kChannels * Planes::kRows * C::kRawPieces * 16 / static_cast<int>(sizeof(Scalar));
   static constexpr int kRing = C::kWindow > 1 ? (kRaw ? 1 : 2) : C::kSpanD + C::kInputStepD;
   static_assert(!kRaw || C::kWindow > 1, "a plane is shifted once, and used once");
   static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
@@ -478,7 +481,7 @@ __device__ void run(const Args& args) {
     static_assert(!C::kLast, "lines of a channel are runs of memory");
     TCONV3D_ASSUME(args.y_strides.w == 1 && args.y_strides.h == args.y_size.w);
     kernel.raw = reinterpret_cast<Scalar*>(weights + kWeights);
-    kernel.lines.shared = kernel.raw + Slab<Planes>::kRawSize;
+    kernel.lines.shared = kernel.raw + Kernel::kRawSize;
     kernel.block_line = block_q_h * C::kPhasesH;
     kernel.block_channel = first_channel;
     kernel.own_channel = channel;

@@ -56,9 +56,12 @@ struct DepthwiseTilesWeightGrad {
   static constexpr int kTotals = (kAllSums + (C::kBias ? 1 : 0)) | 1;      // floats of a thread's totals
   static constexpr int kBiasSums = 4;
   static constexpr bool kRaw = C::kRawPieces > 0;  // planes of dy arrive as they lie in memory
+  // Elements of a plane of dy as it lies in memory: [channel][row][piece].
+  static constexpr int kRawSize =
+      Gradients::kChannels * Gradients::kRows * C::kRawPieces * 16 / static_cast<int>(sizeof(Scalar));
   // Elements of the planes of dy: of two steps, or of one step and as they lie in memory.
   static constexpr int kGradients =
-      C::kStrideD * (Slab<Gradients>::kSize + (kRaw ? Slab<Gradients>::kRawSize : Slab<Gradients>::kSize));
+      C::kStrideD * (Slab<Gradients>::kSize + (kRaw ? kRawSize : Slab<Gradients>::kSize));
   static_assert(C::kThreads % C::kTeams == 0 && kTiles * C::kChannels <= kLanes, "a thread has one team");
 
   const Args& args;
@@ -127,7 +130,7 @@ struct DepthwiseTilesWeightGrad {
 
   // Returns where plane `p` of a step lies as it does in memory.
   __device__ __forceinline__ Scalar* raw_plane(int p) const {
-    return gradients.shared + C::kStrideD * Slab<Gradients>::kSize + p * Slab<Gradients>::kRawSize;
+    return gradients.shared + C::kStrideD * Slab<Gradients>::kSize + p * kRawSize;
   }
 
   // Begins to copy the planes of step `step`: its planes of dy, and the plane of x that is new in this step.

@@ -34,8 +34,6 @@ struct Slab {
   // Elements from one plane to the next: planes begin at multiples of 16 bytes.
   static constexpr int kSize = ((L::kLast ? 1 : L::kChannels) * kPlane + kPiece - 1) / kPiece * kPiece;
   static_assert(L::kLast || L::kPieces % L::kStride == 0, "mixed pieces stay in their row");
-  // Elements of a plane as it lies in memory: [channel][row][piece].
-  static constexpr int kRawSize = L::kLast ? 0 : L::kChannels * L::kRows * L::kRawPieces * kPiece;
 
   Scalar* shared;      // the first plane
   const Scalar* from;  // the tensor, at the batch item and the first channel

@@ -206,6 +206,7 @@ class Tiling:
             and self.registers <= MAX_REGISTERS
             and self.products * copies <= (MOST_PRODUCTS if self.own == 1 else MOST_OWN_PRODUCTS * copies)
             and self.shared_bytes <= device.shared_bytes
+            and not (self.gathers and self.blocks[1] > 1)
         )
 
     @cached_property
@@ -422,6 +423,8 @@ def _own(problem: Problem, device: Device, form: str) -> Choice | None:
 def _of_choice(problem: Problem, device: Device, choice: Choice, form: str) -> Tiling | None:
     """Returns the tiling of a choice with copies and stores as wide as this volume's lines allow, or None."""
     side, (slab, stored) = Side.of(problem), choice
+    if form == GATHERED and slab.last:  # typical volumes of single positions may have channels as neighbours
+        return None
     widest = grains(problem, side.x, side.x_size[2], problem.geometry.groups * side.reduced)[0]
     raw = form == GATHERED and _shifts(side, widest)
     grain = 1 if raw else min(slab.grain, widest)
@@ -466,7 +469,7 @@ def why_not(problem: Problem, device: Device, form: str = KERNEL) -> str | None:
         return "the volume is too large"
     if form == PAIRS and (max(side.reduced, side.outs) > 1 or not _in_pairs(side)):
         return "pairs of channels are no aligned neighbours in memory"
-    if form == GATHERED and (side.y[4] != 1 or side.y[3] != side.y_size[2]):
+    if form == GATHERED and (is_channels_last(side.x) or side.y[4] != 1 or side.y[3] != side.y_size[2]):
         return "lines of a channel are not a run of memory"
     if form == BY_ROWS and _window(side.gathers[0]) == 1:
         return "positions along depth have all their planes in shared memory"

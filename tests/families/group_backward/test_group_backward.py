@@ -30,6 +30,7 @@ from tconv3d.planning.problem import (
 )
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
+from tconv3d.torch_ops import problems as operand_problems
 
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
@@ -115,7 +116,9 @@ def test_no_order_of_threads_changes_the_result(hopper: str, monkeypatch: pytest
 
 def kernels(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> set[str]:
     """Who computes the gradients of input and weight."""
-    found = executor._wanted_problems(dy, x, w, (True, True, False), layer.size, layer.kernel, layer.settings)
+    at = operand_problems.OperandAddresses(x.data_ptr(), w.data_ptr(), dy.data_ptr())
+    wanted = True, True, False
+    found = operand_problems.wanted_gradients(dy, x, w, wanted, layer.size, layer.kernel, layer.settings, at)
     plans = planner.gradient_plans(tuple(each[0] for each in found if each), executor.device_of(dy))
     return {plan.kernel for plan in plans}
 

@@ -141,8 +141,8 @@ def test_input_that_is_written_as_rows_of_channels_first(dtype: torch.dtype, mon
     monkeypatch.setattr(mma_planner, "_own", mma_planner._own.__wrapped__)
     layer = Layer(16, 24, (3, 3, 5), T3, (2, 2, 2), T1)
     plans: list[str] = []
-    plan_of = mma_planner.plan_of
-    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: plans.append(plan_of(*given).why) or plan_of(*given))
+    make = executor.make_task
+    monkeypatch.setattr(executor, "make_task", lambda plan, *given: plans.append(plan.why) or make(plan, *given))
     with on_ampere():
         checked(layer, dtype, operands_of(layer, dtype, CONTIGUOUS))
     assert len(plans) == 2 and all("written first" in why for why in plans)
@@ -163,8 +163,8 @@ def test_strict_float32_is_three_products(
     layer, plans = LAYERS[name], []
     x, *rest = layer.operands(torch.float32, "cpu")
     operands = [x.to(memory_format=memory_format), *rest]
-    plan_of = mma_planner.plan_of
-    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: plans.append(plan_of(*given).why) or plan_of(*given))
+    make = executor.make_task
+    monkeypatch.setattr(executor, "make_task", lambda plan, *given: plans.append(plan.why) or make(plan, *given))
     with on_ampere(precision="ieee"):
         check(layer, torch.float32, "cpu", operands)
         result, _ = passes(tconv3d.conv_transpose3d, operands, layer.settings, forward_only=True)

@@ -20,6 +20,7 @@ from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass, Problem, channels_last_strides
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
+from tconv3d.torch_ops import problems as operand_problems
 
 T2 = (2, 2, 2)
 
@@ -69,9 +70,10 @@ def last_tensors(name: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Te
 def test_channels_last(dtype: torch.dtype, name: str, together: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are equal to the last bit every time, whatever the order of threads."""
     layer, operands = LAST_LAYERS[name], last_tensors(name, dtype, together)
-    found = executor._wanted_problems(
-        operands[2], *operands[:2], (True, True, False), layer.size, layer.kernel, layer.settings
-    )
+    x, w, dy = operands
+    at = operand_problems.OperandAddresses(x.data_ptr(), w.data_ptr(), dy.data_ptr())
+    wanted = True, True, False
+    found = operand_problems.wanted_gradients(dy, x, w, wanted, layer.size, layer.kernel, layer.settings, at)
     plans = planner.gradient_plans(tuple(each[0] for each in found if each), executor.device_of(operands[0]))
     assert [plan.kernel for plan in plans] == ["up_backward_last"]
     first = check(layer, dtype, together, operands)
