@@ -59,13 +59,18 @@ class Kernel:
 
     @property
     def from_hopper(self) -> bool:
-        """Says whether the kernel's launch overlaps the previous launch, which needs Hopper or newer."""
-        return self.name in FROM_HOPPER or ("kOverlaps", True) in self.constants
+        """Says whether the kernel needs Hopper or newer, for launches that overlap or for the copy engine."""
+        return self.name in FROM_HOPPER or ("kOverlaps", True) in self.constants or self.by_copy_engine
+
+    @property
+    def by_copy_engine(self) -> bool:
+        """Says whether a kernel that has builds for all GPUs uses Hopper's copy engine."""
+        return ("kHopper", True) in self.constants
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Returns the kernel, its types, and whether strict float32 splits values into halves."""
-        kinds = (pair for pair in self.constants if isinstance(pair[1], str) or pair[0] == "kHalves")
+        """Returns the kernel, its types, the halves that strict float32 splits values into, and the copy engine."""
+        kinds = (pair for pair in self.constants if isinstance(pair[1], str) or pair[0] in ("kHalves", "kHopper"))
         return (self.name, *kinds)
 
     def __str__(self) -> str:
@@ -224,7 +229,7 @@ def main() -> int:
     generic = [outcome for outcome in outcomes if not outcome.kernel.name.startswith(HOPPER_ONLY)]
     of_type, of_kernel = (
         [outcome.kernel for outcome in generic] if options.all else representatives(generic, family)
-        for family in (lambda kernel: kernel.family, lambda kernel: kernel.name)
+        for family in (lambda kernel: kernel.family, lambda kernel: (kernel.name, kernel.by_copy_engine))
     )
     by_gpu = planned(options.records)
     work = [(kernel, arch) for arch in (*OLDEST, *OTHERS) for kernel in by_gpu.get(arch, [])]
