@@ -35,10 +35,15 @@ RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the ke
 # tests take minutes; `pytest --thorough` (make test-thorough) runs all. Tests marked `thorough` run there alone.
 OTHERS = 3
 THINNED = {
-    **dict.fromkeys(("halo", "mma", "weight_grad"), 9),
+    **dict.fromkeys(
+        ("halo", "mma", "weight_grad", "far", "narrow", "channel_sum", "few_launches", "broken_twins"), 9
+    ),
+    **dict.fromkeys(("up_moments", "few_inputs_moments", "mma_operands", "operands", "numbers", "recording"), 6),
     **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 8),
-    **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "tiles", "reductions"), 5),
-    **dict.fromkeys(("up", "up_backward", "up_grad", "reuse", "fuse", "folding", "windows", "rows"), 4),
+    **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "tiles"), 10),
+    **dict.fromkeys(("fused", "reductions"), 5),
+    **dict.fromkeys(("up", "up_backward", "up_grad", "rows"), 8),
+    **dict.fromkeys(("reuse", "fuse", "folding", "windows"), 4),
     **dict.fromkeys(("export", "export_chain", "group_backward", "unfold", "specialise", "bench"), 5),
     **dict.fromkeys(("docs", "compatibility", "house_rules"), 1),
 }
@@ -50,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps every third to ninth combination of parameters of long tests, unless somebody asks for single tests."""
+    """Keeps every third to tenth combination of parameters of long tests, unless somebody asks for single tests."""
     if config.getoption("--thorough") or any("::" in argument for argument in config.args):
         return
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
