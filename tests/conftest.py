@@ -35,9 +35,7 @@ RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the ke
 # tests take minutes; `pytest --thorough` (make test-thorough) runs all. Tests marked `thorough` run there alone.
 OTHERS = 3
 THINNED = {
-    **dict.fromkeys(
-        ("halo", "mma", "weight_grad", "far", "narrow", "channel_sum", "few_launches", "broken_twins"), 9
-    ),
+    **dict.fromkeys(("halo", "mma", "weight_grad", "far", "narrow", "channel_sum", "few_launches"), 9),
     **dict.fromkeys(("up_moments", "few_inputs_moments", "mma_operands", "operands", "numbers", "recording"), 6),
     **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 8),
     **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "tiles"), 10),
