@@ -31,18 +31,19 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
-# A test with many parameters runs with every third combination in make test, or with fewer in these files, whose
-# tests take minutes; `pytest --thorough` (make test-thorough) runs all. Tests marked `thorough` run there alone.
-OTHERS = 3
+# A test with many parameters runs with every sixth combination in make test, or with more or fewer in these files;
+# `pytest --thorough` (make test-thorough) runs all. Tests marked `thorough` run there alone.
+OTHERS = 6
 THINNED = {
     **dict.fromkeys(("halo", "mma", "weight_grad", "far", "narrow", "channel_sum", "few_launches"), 9),
-    **dict.fromkeys(("up_moments", "few_inputs_moments", "mma_operands", "operands", "numbers", "recording"), 6),
+    **dict.fromkeys(("broken_twins", "fuzz", "mutants", "races", "errors", "wrong_arguments"), 3),
     **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 8),
     **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "tiles"), 10),
     **dict.fromkeys(("fused", "reductions"), 5),
     **dict.fromkeys(("up", "up_backward", "up_grad", "rows"), 8),
     **dict.fromkeys(("reuse", "fuse", "folding", "windows"), 4),
-    **dict.fromkeys(("export", "export_chain", "group_backward", "unfold", "specialise", "bench"), 5),
+    **dict.fromkeys(("export", "export_chain", "specialise", "bench"), 10),
+    **dict.fromkeys(("group_backward", "unfold"), 5),
     **dict.fromkeys(("docs", "compatibility", "house_rules"), 1),
 }
 FEW = 3  # combinations of one test that are all run
