@@ -164,7 +164,7 @@ def dilated(draw: st.DrawFn) -> Layer:
 
 
 @pytest.mark.slow
-@settings(max_examples=24)
+@settings(max_examples=12)
 @given(layer=dilated(), dtype=st.sampled_from(DTYPES), last=st.booleans(), way=st.sampled_from(WAYS))
 def test_generated_geometries(layer: Layer, dtype: torch.dtype, last: bool, way: tuple[int, int]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
