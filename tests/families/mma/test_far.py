@@ -54,7 +54,7 @@ CASES = {
     "several chunks": Layer(40, 24, (3, 4, 5), (3, 1, 3), padding=(2, 0, 2), dilation=(3, 1, 2), batch=2),
 }
 CROPPED = tuple(CASES)[tuple(CASES).index("padding beyond the volume") : -1]
-WAYS = [(lattices, unrolled) for lattices in (2, 3) for unrolled in range(4)]  # of `Build`
+WAYS = [(lattices, unrolled) for lattices in (2, 3) for unrolled in range(4)]  # `Build.lattices` and `Build.unrolled`
 
 
 @pytest.fixture(autouse=True)
