@@ -2,12 +2,13 @@
 
     python tests/helpers/compile_everything.py DIR CSV
 
-DIR holds the kernels and constants that `conftest.py` recorded. Two of them are of one kind if they have the same
-kernel, types and switches and differ in numbers only. One of each kind is compiled for Hopper. The sources have no
-code for single other architectures, but the oldest lacks some instructions: it gets, for each kernel, type and strict
-float32 of its own, the one with the most registers. The others get one of each kernel: one that
-`tests/planning/test_gpus.py` planned for a GPU of that architecture, if it recorded any. `--all` compiles everything
-for every architecture, which takes long.
+DIR holds the kernels and constants that `conftest.py` recorded. Their types and switches are choices; numbers are not.
+For Hopper, enough of each kernel are compiled that every two choices which one of them makes are made together in one
+that is compiled: what does not compile nearly always depends on one or two choices. The sources have no code for single
+other architectures, but the oldest lacks some instructions: it gets, for each kernel, type and strict float32 of its
+own, the one with the most registers. The others get one of each kernel: one that `tests/planning/test_gpus.py` planned
+for a GPU of that architecture, if it recorded any. `--all` compiles everything for every architecture, which takes
+long.
 
 CSV gets registers, spills, stack and shared memory of each. The script fails if a kernel does not compile, if the
 compiler serializes matrix instructions, or if a kernel in NO_SPILLS spills more than SPILL_LIMIT bytes on Hopper.
@@ -18,6 +19,8 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import heapq
+import itertools
 import json
 import sys
 import time
@@ -43,7 +46,6 @@ HOPPER_ONLY = (
 FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
 NO_SPILLS = ("direct", "direct_weight_grad", "channel_sum", "reduce", "mma", "mma_pack")
 SPILL_LIMIT = 512  # bytes of spill loads and stores on Hopper: enough for a few values outside of inner loops
-MOST_OF_A_KIND = 1
 WORKERS = 2  # threads suffice, because NVRTC runs without Python's global lock
 
 
@@ -53,9 +55,10 @@ class Kernel:
     constants: Constants
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """Returns the kernel, its types and its switches."""
-        return (self.name, *(pair for pair in self.constants if isinstance(pair[1], (bool, str))))
+    def choices(self) -> frozenset[object]:
+        """Returns the kernel's name, types and switches, and every two of them."""
+        made = [pair for pair in self.constants if isinstance(pair[1], (bool, str))]
+        return frozenset((self.name, *some) for n in range(3) for some in itertools.combinations(made, n))
 
     @property
     def from_hopper(self) -> bool:
@@ -142,14 +145,21 @@ def progress(items: Iterable[Outcome], count: int, label: str) -> Iterator[Outco
             shown = now
 
 
-def thinned(kernels: list[Kernel]) -> list[Kernel]:
-    """Returns the first MOST_OF_A_KIND kernels of each kind, which are sorted by their hashes."""
-    counts: dict[object, int] = defaultdict(int)
-    kept = []
-    for kernel in kernels:
-        counts[kernel.kind] += 1
-        if counts[kernel.kind] <= MOST_OF_A_KIND:
+def covering(kernels: list[Kernel]) -> list[Kernel]:
+    """Returns few of the kernels that together have all of their choices, the kernel with most new choices first."""
+    left = {kernel: kernel.choices for kernel in kernels}
+    # A kernel never has more new choices than when they were last counted, so most counts need no update.
+    waiting = [(-len(choices), i, kernel) for i, (kernel, choices) in enumerate(left.items())]
+    heapq.heapify(waiting)
+    made, kept = set[object](), list[Kernel]()
+    while waiting:
+        count, i, kernel = heapq.heappop(waiting)
+        left[kernel] -= made
+        if len(left[kernel]) == -count:
+            made |= left[kernel]
             kept.append(kernel)
+        elif left[kernel]:
+            heapq.heappush(waiting, (-len(left[kernel]), i, kernel))
     return kept
 
 
@@ -223,8 +233,8 @@ def main() -> int:
     if not kernels:
         print(f"no launches were recorded in {options.records}")
         return 1 if emulator.available() else 0
-    print(f"{len(kernels)} kernels of {len({kernel.kind for kernel in kernels})} kinds")
-    on_hopper = kernels if options.all else thinned(kernels)
+    on_hopper = kernels if options.all else covering(kernels)
+    print(f"{len(on_hopper)} of {len(kernels)} kernels are compiled for {HOPPER}")
     outcomes = compile_all([(kernel, HOPPER) for kernel in on_hopper], f"{compiler.version()}, {HOPPER}")
     generic = [outcome for outcome in outcomes if not outcome.kernel.name.startswith(HOPPER_ONLY)]
     of_type, of_kernel = (

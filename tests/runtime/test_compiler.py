@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -403,6 +404,19 @@ def test_threads_compile_one_kernel_once(builds: list[str]) -> None:
 
 
 # ---- what make test runs after the tests
+
+
+def test_few_kernels_have_all_pairs_of_choices_of_many() -> None:
+    switches = [f"kSwitch{i}" for i in range(6)]
+    kernels = [
+        compile_everything.Kernel(name, (("kNumber", 7), *zip(switches, values, strict=True)))
+        for name in ("one", "other")
+        for values in itertools.product((False, True), repeat=len(switches))
+    ]
+    kept = compile_everything.covering(kernels)
+    together = {(kernel.name, a, b) for kernel in kept for a in kernel.constants[1:] for b in kernel.constants[1:]}
+    assert len(together) == 2 * (12 + 6 * 5 * 4)  # two kernels, each with 12 values alone and 4 for every two switches
+    assert set(kept) < set(kernels) and len(kept) <= 20 < len(kernels)
 
 
 @pytest.mark.slow
