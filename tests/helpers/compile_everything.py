@@ -2,13 +2,13 @@
 
     python tests/helpers/compile_everything.py DIR CSV
 
-DIR holds the kernels and constants that `conftest.py` recorded. Their types and switches are choices; numbers are not.
-For Hopper, enough of each kernel are compiled that every two choices which one of them makes are made together in one
-that is compiled: what does not compile nearly always depends on one or two choices. The sources have no code for single
-other architectures, but the oldest lacks some instructions: it gets, for each kernel, type and strict float32 of its
-own, the one with the most registers. The others get one of each kernel: one that `tests/planning/test_gpus.py` planned
-for a GPU of that architecture, if it recorded any. `--all` compiles everything for every architecture, which takes
-long.
+DIR holds the kernels and constants that `conftest.py` recorded. Their types and switches are choices; numbers are
+not. For Hopper, enough of each kernel are compiled that every two choices which one of them makes are made together
+in one that is compiled: what does not compile nearly always depends on one or two choices. The sources have no code
+for single other architectures, but the oldest lacks some instructions: it gets, for each kernel, type and strict
+float32 of its own, the one with the most registers. The others get one of each kernel: one that
+`tests/planning/test_gpus.py` planned for a GPU of that architecture, if it recorded any. `--all` compiles
+everything for every architecture, which takes long.
 
 CSV gets registers, spills, stack and shared memory of each. The script fails if a kernel does not compile, if the
 compiler serializes matrix instructions, or if a kernel in NO_SPILLS spills more than SPILL_LIMIT bytes on Hopper.
