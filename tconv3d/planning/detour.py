@@ -13,21 +13,10 @@ from typing import TypeAlias
 from .launch import Launch
 from .offers import Cover, Wanted
 from .problem import Device, Plan
-
-REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned
+from .workspace import placed
 
 Asking: TypeAlias = Callable[[Wanted, Device], Cover]  # returns the cheapest offers of all families
 Planning: TypeAlias = Callable[[Cover, Wanted, Device], Plan]  # returns one plan for all offers of a cover
-
-
-def placed(plan: Plan, sizes: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Returns the size of a workspace and its regions: those of a plan, and behind them regions of these sizes."""
-    end, regions = plan.workspace_bytes, list(plan.regions)
-    for name, size in sizes.items():
-        end = -(-end // REGION_ALIGN) * REGION_ALIGN
-        regions.append((name, end))
-        end += size
-    return end, tuple(regions)
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> list[Launch]:
@@ -42,7 +31,7 @@ def behind_copies(plan: Plan, copy: Launch, copies: Mapping[str, tuple[str, int]
 
     `copies` has the region and its bytes for the name of each operand that is copied.
     """
-    workspace_bytes, regions = placed(plan, dict(copies.values()))
+    workspace_bytes, regions = placed(copies.values(), plan.workspace_bytes)
     first, *others = renamed(plan, {operand: region for operand, (region, _) in copies.items()})
     return replace(
         plan,
@@ -51,7 +40,7 @@ def behind_copies(plan: Plan, copy: Launch, copies: Mapping[str, tuple[str, int]
         # An overlapping launch may read a copy before it waits, so the one after the copy must not overlap.
         launches=(copy, replace(first, overlaps=False), *others),
         workspace_bytes=workspace_bytes,
-        regions=regions,
+        regions=(*plan.regions, *regions),
         packed_bytes=0,
         preparing=0,
         kept=None,

@@ -25,7 +25,7 @@ from math import prod
 
 from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, STRIDES, Arguments
 from .calibration import DEFAULT, Work
-from .detour import Asking, Planning, behind_copies, placed, renamed
+from .detour import Asking, Planning, behind_copies, renamed
 from .geometry import Geometry, Triple
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted
@@ -40,6 +40,7 @@ from .problem import (
     is_channels_last,
 )
 from .scalars import INT32_MAX
+from .workspace import placed
 
 KERNEL = "fold"
 LEAST_TAPS = 65  # families of up-convolutions take kernels of up to 4 x 4 x 4 taps
@@ -245,8 +246,8 @@ def _unfolded_forward(problem: Problem, products: Plan) -> Plan:
     layer = folded(problem)
     assert layer is not None
     bias = replace(layer, batch=1, size=(1, 1, 1))
-    sizes = {FOLDED: layer.bytes, **({FOLDED_BIAS: bias.bytes} if problem.bias else {})}
-    workspace_bytes, regions = placed(products, sizes)
+    sizes = [(FOLDED, layer.bytes), *([(FOLDED_BIAS, bias.bytes)] if problem.bias else [])]
+    workspace_bytes, regions = placed(sizes, products.workspace_bytes)
     # Without a bias, launches name it too and get a null pointer.
     names = {"y": FOLDED, **({"bias": FOLDED_BIAS} if problem.bias else {})}
     launches = renamed(products, names)
@@ -262,7 +263,7 @@ def _unfolded_forward(problem: Problem, products: Plan) -> Plan:
         why=f"{products.why}; y is unfolded from {layer.channels} channels",
         launches=tuple(launches),
         workspace_bytes=workspace_bytes,
-        regions=regions,
+        regions=(*products.regions, *regions),
         moments=0,
         kept=None if products.kept is None else _unfolded_forward(problem, products.kept),
     )

@@ -51,9 +51,9 @@ from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
 from .problem import Device, Pass, Plan, Problem
+from .scalars import round_up
 from .sums import adds_one, joined
-
-WORKSPACE_ALIGN = 256  # bytes
+from .workspace import ALIGN
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("unfold", unfold_planner),
@@ -334,18 +334,18 @@ def _in_turn(plans: Sequence[Plan]) -> Plan:
         return plans[0]
     first, *others = plans
     late = len(first.launches) - first.preparing if first.passes == (Pass.INPUT_GRAD,) and first.preparing else 0
-    start = _aligned(first.workspace_bytes) if late else 0
+    start = round_up(first.workspace_bytes, ALIGN) if late else 0
     adding = [plan for plan in plans if plan.launches and adds_one(plan.launches[-1])]
     launches, regions = _placed(first, 0)
     rest, launches = launches[len(launches) - late :], launches[: len(launches) - late]
     end, sums = first.workspace_bytes, list[Launch]()  # sums that wait for the next plan
     if len(adding) == 2 and first is adding[0]:
-        sums, start = [launches.pop()], _aligned(end)
+        sums, start = [launches.pop()], round_up(end, ALIGN)
     for plan in others:
         later, places = _placed(plan, start)
         end = max(end, start + plan.workspace_bytes)
         if len(adding) == 2 and plan in adding:
-            sums, start = [*sums, later.pop()], _aligned(end)
+            sums, start = [*sums, later.pop()], round_up(end, ALIGN)
         launches += [*later, joined(*sums)] if len(sums) == 2 else later
         regions += places
     return Plan(
@@ -356,11 +356,6 @@ def _in_turn(plans: Sequence[Plan]) -> Plan:
         regions=tuple(regions),
         passes=tuple(which for plan in plans for which in plan.passes),
     )
-
-
-def _aligned(bytes: int) -> int:
-    """Returns the first place for another workspace behind a workspace of this size."""
-    return -(-bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
 
 
 def _placed(plan: Plan, start: int) -> tuple[list[Launch], list[tuple[str, int]]]:

@@ -19,6 +19,14 @@ RESULTS = {**SCALARS, "int64": "long long"}  # types of results that may be indi
 INT32_MAX = 2**31 - 1
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return ceil_div(value, multiple) * multiple
+
+
 def power_of_two_up(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 

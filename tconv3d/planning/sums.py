@@ -15,7 +15,8 @@ from .arguments import CONST_POINTER, INT32, INT64, POINTER, STRIDES, WALK, Argu
 from .geometry import Triple
 from .launch import Launch
 from .problem import Pass, Problem, contiguous_strides
-from .scalars import SCALARS, accumulator
+from .scalars import SCALARS, accumulator, round_up
+from .workspace import ALIGN, Regions, placed
 
 THREADS = 256  # per block
 MOST = 3  # results per launch
@@ -71,6 +72,10 @@ class Sum:
     pitch: int  # elements from one part to the next, a multiple of 4
     number: int  # number of parts
 
+    @property
+    def bytes(self) -> int:
+        return 4 * self.pitch * self.number
+
 
 NOTHING = Sum("null", "null", 0, 0, 0)
 
@@ -97,9 +102,6 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31, overlap
     return REDUCE_GRADIENTS.launch(blocks, THREADS, constants, places, overlaps=overlaps, **sizes)
 
 
-REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned
-
-
 @dataclass(frozen=True)
 class Parts:
     """Places the partial sums of a backward pass in the workspace, one region per gradient."""
@@ -122,22 +124,19 @@ class Parts:
 
     def pitch(self, name: str) -> int:
         """Returns the elements from one part of a gradient to the next."""
-        return -(-self.counts[name][0] // 4) * 4 if name in self.counts else 0
+        return round_up(self.counts[name][0], 4) if name in self.counts else 0
 
     @property
-    def regions(self) -> tuple[tuple[str, int], ...]:
-        starts, end = [], 0
-        for name, (_, parts) in self.counts.items():
-            starts.append((f"{name} parts", end))
-            end += -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
-        return tuple(starts)
+    def _placed(self) -> tuple[int, Regions]:
+        return placed((f"{name} parts", 4 * parts * self.pitch(name)) for name, (_, parts) in self.counts.items())
+
+    @property
+    def regions(self) -> Regions:
+        return self._placed[1]
 
     @property
     def bytes(self) -> int:
-        return sum(
-            -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
-            for name, (_, parts) in self.counts.items()
-        )
+        return round_up(self._placed[0], ALIGN)
 
     def place(self, name: str, otherwise: str = "null") -> str:
         return f"{name} parts" if name in self.counts else otherwise

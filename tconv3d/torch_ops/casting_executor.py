@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..planning import casts
 from ..planning.problem import Plan
+from ..planning.scalars import round_up
+from ..planning.workspace import ALIGN
 from ..runtime.compiler import MissingCompilerError
 from . import choosing, executor
 from .checks import Convolution
 from .executor import Start, Task
 from .problems import DTYPES
 
-ALIGN = 256  # bytes to which copies in the scratch memory are aligned
 _ORDER = ("first", "second", "third")
 
 
@@ -129,7 +130,7 @@ def _new(
     counts = [each.numel() for each in converted]
     launch = casts.cast(counts, DTYPES[weight.dtype], DTYPES[dtype])
     names = (*_ORDER[: len(counts)], *(f"{name} result" for name in _ORDER[: len(counts)]), "null")
-    weight_bytes = 0 if keep_weight else -(-weight.numel() * dtype.itemsize // ALIGN) * ALIGN
+    weight_bytes = 0 if keep_weight else round_up(weight.numel() * dtype.itemsize, ALIGN)
     bias_bytes = 0 if bias is None else bias.numel() * dtype.itemsize
     plan = Plan("cast", "one launch for all operands", (launch,))
     try:

@@ -22,9 +22,10 @@ from ...planning.geometry import Geometry
 from ...planning.launch import Launch, axis_constants, end_of_blocks
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, contiguous_strides, dense_strides
-from ...planning.scalars import SCALARS
+from ...planning.scalars import SCALARS, round_up
 from ...planning.sums import Sum, add_parts
 from ...planning.turning import TURNED_BYTES, Turning, channels_last, turn, turning
+from ...planning.workspace import ALIGN, placed
 from .arguments import GATHERED_PRODUCTS
 
 CHUNK = 64  # numbers of K
@@ -36,7 +37,6 @@ MOST_COLUMNS = 320  # input channels of a block: 160 sums for each consumer thre
 NARROW = 192  # input channels up to which a block has three consumer warpgroups, else two
 REGISTERS = {2: (72, 216), 3: (56, 152)}  # registers per producer and consumer thread, by consumer warpgroups
 MOST_STAGES = 6
-REGION_ALIGN = 256
 MOST_GATHERED = 40e6  # most bytes of dy: it stays in the L2 cache while its rows are gathered for each tap
 MOST_TURNED = 4  # most bytes of copies, in multiples of `Device.workspace_bytes`
 MOST_ROWS = 2**27  # most positions of x
@@ -54,10 +54,6 @@ L2_BYTES = 38.0  # bytes per cycle from the L2 cache
 PART_BYTES = 18.0  # bytes of parts per cycle that are written and read again
 BIAS_BYTES, BIAS_CYCLES = 14.0, 2000.0  # bytes of dy per cycle for the bias gradient, and cycles of a block
 LAUNCH = 3500.0  # cycles per launch
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -294,10 +290,7 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     if bias_blocks:
         count = p.geometry.out_channels
         sums.append(Sum("db parts", "db", count, round_up(count, 4), bias_blocks))
-    regions, end = [], 0
-    for name, size in (*turned.bytes().items(), *((each.parts, 4 * each.pitch * each.number) for each in sums)):
-        regions.append((name, end))
-        end += round_up(size, REGION_ALIGN)
+    end, regions = placed((*turned.bytes().items(), *((each.parts, each.bytes) for each in sums)))
     launches = [_products(p, problems[Pass.WEIGHT_GRAD], tiling, turned, {s.result: s.parts for s in sums}, device)]
     if turned.before:
         launches.insert(0, turn(turned.before, overlaps=False))
@@ -309,9 +302,9 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
         "gather",
         "few positions: two matrix products that gather rows of dy",
         tuple(launches),
-        end,
+        round_up(end, ALIGN),
         str(tiling),
-        tuple(regions),
+        regions,
         passes=_passes(problems),
     )
 

@@ -15,8 +15,8 @@ from math import prod
 from operator import itemgetter
 
 from ...planning.geometry import Triple
-from ...planning.scalars import INT32_MAX
-from .build import SLAB, Build, Output, ceil_div
+from ...planning.scalars import INT32_MAX, ceil_div
+from .build import SLAB, Build, Output
 from .shared_memory import stage_rows
 
 DEPTHS = (1, 2, 3, 4, 6, 8)  # depths of boxes to try besides equal parts of the volume

@@ -19,20 +19,13 @@ from typing import Any
 
 from ...planning.geometry import Geometry, Triple
 from ...planning.plain_data import changed, once
+from ...planning.scalars import ceil_div, round_up
 from .measured import CHOICES
 from .program import Program, Split, gather_program, programs
 
 SLAB = 64  # positions of one matrix instruction, and thus of a slab
 STEP_BYTES = 32  # bytes of K that one matrix instruction takes
 MOST_PANELS = 4  # most panels whose sums are added to the totals at once in strict float32
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def round_up(value: int, multiple: int) -> int:
-    return ceil_div(value, multiple) * multiple
 
 
 # ---- the choices --------------------------------------------------------------------------------------------------

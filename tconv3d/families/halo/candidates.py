@@ -13,7 +13,8 @@ from math import prod
 
 from ...planning.geometry import Geometry
 from ...planning.problem import volume_kind
-from .build import STEP_BYTES, Block, Build, Division, Holding, Input, Output, Tile, Weights, ceil_div, round_up
+from ...planning.scalars import ceil_div, round_up
+from .build import STEP_BYTES, Block, Build, Division, Holding, Input, Output, Tile, Weights
 from .job import Job, groups_to_merge, merged_groups
 from .model import NARROW
 from .program import MAX_COLUMNS, Dimension, Split, gather_program, separable, splittable

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from ...planning.arguments import per_axis
 from ...planning.launch import Launch
 from ...planning.problem import Device, Strides
+from ...planning.scalars import ceil_div, round_up
 from ...planning.sums import Sum, add_parts
 from ...planning.turning import channel_rows
 from . import loading
 from .arguments import HALO
-from .build import SLAB, Build, Division, ceil_div, round_up
+from .build import SLAB, Build, Division
 from .constants import constants
 from .job import Job
 from .packing import pack

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from .build import Build, Input, ceil_div, round_up
+from ...planning.scalars import ceil_div, round_up
+from .build import Build, Input
 from .job import Job
 from .measured import CHOICES
 from .shared_memory import free_bytes, multiplied_pieces, pieces_of_batch

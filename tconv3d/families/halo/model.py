@@ -12,8 +12,9 @@ from functools import lru_cache
 from math import inf, prod
 
 from ...planning.geometry import Axis
+from ...planning.scalars import ceil_div
 from . import loading
-from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output, ceil_div
+from .build import SLAB, STEP_BYTES, Build, Division, Holding, Input, Output
 from .job import Job
 from .measured import COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns

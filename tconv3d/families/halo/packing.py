@@ -7,9 +7,9 @@ from enum import IntEnum
 
 from ...planning.geometry import Triple
 from ...planning.launch import Launch
-from ...planning.scalars import SCALARS
+from ...planning.scalars import SCALARS, ceil_div
 from .arguments import PACK
-from .build import Build, Input, ceil_div
+from .build import Build, Input
 from .constants import layout_constants
 from .job import Job
 from .program import Program
@@ -45,11 +45,10 @@ def pack(build: Build, job: Job) -> Launch:
     vectors = run == Run.COLUMNS and job.weight_aligned and not any(v % vector for v in parameters)
     staged = taps * channels * (columns + vector) * build.item_bytes if vectors else 4 * columns * column_pitch
     shared_bytes = staged + 4 * (2 * lines + 1)
-    return Launch(
-        kernel="pack",
-        constants=(
-            ("kThreads", THREADS),
-            ("kMinBlocks", 8),
+    return PACK.launch(
+        parts * (build.tile.outputs // columns) * ceil_div(g.taps, taps),
+        THREADS,
+        (
             ("Scalar", SCALARS[build.dtype]),
             *((f"kKernel{name}", size) for name, size in zip("DHW", g.kernel, strict=True)),
             ("kColumnsAtOnce", columns),
@@ -65,11 +64,12 @@ def pack(build: Build, job: Job) -> Launch:
             ("kTap", _table(build)),
             ("kNotPacked", NOT_PACKED),
         ),
-        grid=(parts * (build.tile.outputs // columns) * ceil_div(g.taps, taps), 1, 1),
-        threads=THREADS,
+        {"packed": "workspace"},
         shared_bytes=shared_bytes,
-        pointers=PACK.pointers(weight="weight", packed="workspace"),
-        scalars=PACK.pack(stride=job.weight, group=job.weight_group, tap=job.weight_tap),
+        min_blocks=8,
+        stride=job.weight,
+        group=job.weight_group,
+        tap=job.weight_tap,
     )
 
 

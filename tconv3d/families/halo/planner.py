@@ -29,9 +29,10 @@ from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.side import Side
+from ...planning.workspace import placed
 from ...runtime import cache, plain, sources
 from . import boxes
-from .build import Build, Input, round_up
+from .build import Build, Input
 from .candidates import MEASURED_LINE_TILES, Nominal, builds_of, last_tiles_divided
 from .job import Job, job_of
 from .launches import HaloPlan, assemble
@@ -302,20 +303,15 @@ def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
         names = {"x": "dy", "bias": "null", "y": "dx"}
         launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]
     tile = f"{found.build}; tiles of {found.tiling}"
-    regions, end = [], found.packed_bytes
     norm_groups = problem.norm.groups if problem.norm else 0
-    for name, size in (
-        ("rows", found.rows_bytes),
-        ("moments", problem.batch * norm_groups * found.moments * MOMENT_BYTES),
-        ("portions", found.portions_bytes),
-    ):
-        if size:
-            regions.append((name, round_up(end, 256)))
-            end = round_up(end, 256) + size
+    sizes = {
+        "rows": found.rows_bytes,
+        "moments": problem.batch * norm_groups * found.moments * MOMENT_BYTES,
+        "portions": found.portions_bytes,
+    }
+    end, regions = placed(((name, size) for name, size in sizes.items() if size), found.packed_bytes)
     packed = found.packed_bytes if problem.which is Pass.FORWARD else 0  # gradients never reuse a packed weight
-    return Plan(
-        "halo", why, tuple(launches), end, tile, tuple(regions), packed, found.moments, preparing=found.preparing
-    )
+    return Plan("halo", why, tuple(launches), end, tile, regions, packed, found.moments, preparing=found.preparing)
 
 
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:

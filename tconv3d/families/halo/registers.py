@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .build import STEP_BYTES, Build, Input, ceil_div, round_up
+from ...planning.scalars import ceil_div, round_up
+from .build import STEP_BYTES, Build, Input
 
 REGISTERS = 65536  # registers of a multiprocessor
 MOST_REGISTERS = 232  # most registers of a consumer thread: a thread has at most 255, in whole multiples of 8

@@ -15,9 +15,10 @@ from operator import itemgetter
 
 from ...planning.effort import HALO_BUILD, HALO_BUILDS, HALO_TILING, Effort
 from ...planning.plain_data import changed, once
+from ...planning.scalars import ceil_div
 from . import loading
 from .boxes import DEPTHS, box_extents
-from .build import SLAB, Build, Division, Input, Output, VariantKind, ceil_div
+from .build import SLAB, Build, Division, Input, Output, VariantKind
 from .job import Job
 from .measured import COSTS, HALVES
 from .model import (

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .build import SLAB, Build, Division, Input, Output, round_up
+from ...planning.scalars import round_up
+from .build import SLAB, Build, Division, Input, Output
 from .registers import batches_per_chunk
 
 BARRIER_BYTES = 1024

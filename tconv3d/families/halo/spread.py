@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-from .build import ceil_div
+from ...planning.scalars import ceil_div
 from .measured import CHOICES
 
 MAX_STRETCHES = 4

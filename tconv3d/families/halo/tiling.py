@@ -12,9 +12,9 @@ from math import prod
 from operator import itemgetter
 
 from ...planning.geometry import Triple
-from ...planning.scalars import INT32_MAX
+from ...planning.scalars import INT32_MAX, ceil_div, round_up
 from .boxes import Sizes, boxes
-from .build import SLAB, Build, Division, Input, Output, ceil_div, round_up
+from .build import SLAB, Build, Division, Input, Output
 from .job import Job
 from .shared_memory import line_items, stage_rows
 from .spread import Spread, Stretches, stretches

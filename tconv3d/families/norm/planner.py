@@ -16,8 +16,9 @@ from typing import Any
 from ...planning.arguments import Arguments
 from ...planning.launch import Constants, Launch
 from ...planning.problem import ITEM_BYTES, Device, Plan, Problem, is_channels_last
-from ...planning.scalars import SCALARS, accumulator
+from ...planning.scalars import SCALARS, accumulator, ceil_div, round_up
 from ...planning.sums import reduce_parts
+from ...planning.workspace import ALIGN, placed
 from .arguments import (
     CHANNEL_MOMENTS,
     FILL,
@@ -46,10 +47,6 @@ TABLE_BYTES = 4096  # bytes of shared memory for barriers and tables
 MOST_STAGES = 16  # chunks in a block's shared memory, at most
 MOST_UNITS = 1024  # chunks per norm group, at most
 KEPT_GROUPS = 3  # norm groups that the shared memory of all blocks together must have room for
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -156,15 +153,13 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
         last = is_channels_last(problem.output)
         activation = Activation(problem.batch, channels, prod(problem.output_size), problem.dtype, last)
         strips = Strips.of(activation, device)
-        start = ceil_div(plan.workspace_bytes, 256) * 256
+        moments = "moments", problem.batch * channels * strips.slots * 4 * acc_bytes
+        end, regions = placed([moments], plan.workspace_bytes)
         plan = replace(
             plan,
-            launches=(
-                *plan.launches,
-                strips.launch(CHANNEL_MOMENTS, 2, {"x": "y"}, {}),
-            ),
-            workspace_bytes=start + problem.batch * channels * strips.slots * 4 * acc_bytes,
-            regions=(*plan.regions, ("moments", start)),
+            launches=(*plan.launches, strips.launch(CHANNEL_MOMENTS, 2, {"x": "y"}, {})),
+            workspace_bytes=end,
+            regions=(*plan.regions, *regions),
             moments=channels // groups * strips.slots,
             tile=f"{plan.tile}; a pass over its result leaves the moments",
         )
@@ -229,10 +224,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
         "by_channel": a.batch * 2 * a.channels * acc_bytes,
         "bias_sums": a.batch * bias_slots * a.channels * acc_bytes if wanted.bias else 0,
     }
-    regions, end = [], 256  # a workspace of 256 bytes exists even for a batch of 0
-    for name, size in rooms.items():
-        regions.append((name, end))
-        end += ceil_div(size, 256) * 256
+    end, regions = placed(rooms.items(), ALIGN)  # a workspace of 256 bytes exists even for a batch of 0
     launches = _passes(p, strips, wanted) if way is None else way.launches(p, wanted, dict(regions))
     overlaps = device.capability >= (9, 0)
     if wanted.parameters and not isinstance(way, Once):
@@ -248,7 +240,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
         name, why = "norm_both", "one read of the gradient and of what was normalized, another out of L2, one write"
     if isinstance(way, Once):
         name, why = "norm_once", "one read of the gradient and of what was normalized, one write"
-    return Plan(name, why, tuple(launches), end, _describe(strips), tuple(regions))
+    return Plan(name, why, tuple(launches), round_up(end, ALIGN), _describe(strips), regions)
 
 
 def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:

@@ -14,6 +14,7 @@ from math import ceil, prod
 from ...planning.geometry import Geometry, Triple
 from ...planning.problem import Device
 from ...planning.repertoire import TYPICAL, nearest
+from ...planning.scalars import round_up
 
 TERMS = 32  # terms of a panel
 ROW_BYTES = 4 * TERMS
@@ -28,10 +29,6 @@ UNFOLD_CYCLES = 2900.0  # cycles per wave of blocks that unfold until the first 
 UNFOLDING_BYTES = 1766.0  # bytes of memory traffic per cycle of the whole GPU while unfolding
 ENOUGH = 2.5  # blocks per multiprocessor that keep memory busy
 BIAS = 1.2  # factor on the time of unfolding if blocks also add up dy for the bias gradient
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,11 @@ from ...planning.launch import Launch, axis_constants, end_of_blocks
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, dense_strides
 from ...planning.repertoire import Repertoire, searched
+from ...planning.scalars import round_up
 from ...planning.sums import Sum, add_parts
+from ...planning.workspace import ALIGN, placed
 from .arguments import UNFOLD, UNFOLDED_PRODUCTS
-from .operands import ROW_BYTES, TERMS, UNFOLDING_BYTES, Band, Bands, Operands, Slices, bands_within, round_up
+from .operands import ROW_BYTES, TERMS, UNFOLDING_BYTES, Band, Bands, Operands, Slices, bands_within
 
 UNFOLD_THREADS = 256
 CHANNELS = (1, 2, 4, 8)  # choices for the output channels of a block that unfolds
@@ -39,7 +41,6 @@ REGISTERS = {2: (40, 232), 3: (40, 152)}  # registers per producer and consumer 
 MOST_COLUMNS = {2: 288, 3: 192}  # most columns of a block, by consumer warpgroups
 COLUMNS = (64, 96, 128, 160, 192, 224, 256, 288)
 MOST_STAGES, LEAST_STAGES = 6, 3
-REGION_ALIGN = 256
 # Limits of the unfolded operands, in multiples of `Device.workspace_bytes`: the largest limit, and one that nearly
 # fits the L2 cache.
 ROOMS = (4, 1)
@@ -368,11 +369,7 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     ]
     if bias:
         sums.append(Sum("db parts", "db", g.out_channels, round_up(g.out_channels, 4), sum(counts)))
-    regions, end = [], 0
-    operands = bands[0].operands.regions
-    for name, size in (*operands.items(), *((each.parts, 4 * each.pitch * each.number) for each in sums)):
-        regions.append((name, end))
-        end += round_up(size, REGION_ALIGN)
+    end, regions = placed((*bands[0].operands.regions.items(), *((each.parts, each.bytes) for each in sums)))
     launches = []
     for i, band in enumerate(bands):
         launches.append(_unfold(p, band, slices[i], sum(counts[:i]), bias))
@@ -383,9 +380,9 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
         "unfold",
         "few positions: dy unfolded, two matrix products",
         tuple(launches),
-        end,
+        round_up(end, ALIGN),
         str(tiling) + (f", {len(bands)} bands of the volume" if len(bands) > 1 else ""),
-        tuple(regions),
+        regions,
         passes=(Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ())),
     )
 

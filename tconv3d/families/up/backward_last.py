@@ -19,8 +19,10 @@ from ...planning.geometry import Geometry
 from ...planning.launch import Launch
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
-from ...planning.sums import REGION_ALIGN, Parts, sum_of_parts
+from ...planning.scalars import round_up
+from ...planning.sums import Parts, sum_of_parts
 from ...planning.turning import channels_last, turn, turning
+from ...planning.workspace import ALIGN, placed
 from . import backward as up_backward_planner
 from .arguments import UP_BACKWARD_LAST
 from .backward import (
@@ -132,14 +134,14 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
         launches.append(turn([turning(dw, "dw", shape, p.item_bytes)], True))
     # Transposed tensors have the size of the weight, with taps before output channels.
     turned = [name for name in (weight, dw) if name.startswith("turned")]
-    pitch = -(-prod(shape) * p.item_bytes // REGION_ALIGN) * REGION_ALIGN
+    end, regions = placed(((name, prod(shape) * p.item_bytes) for name in turned), parts.bytes)
     return Plan(
         "up_backward_last",
         "every output has one position and one tap: all gradients from one reading of dy",
         tuple(launches),
-        parts.bytes + pitch * len(turned),
+        round_up(end, ALIGN),
         f"{tiling}, {parts.splits} parts",
-        (*parts.regions, *((name, parts.bytes + pitch * i) for i, name in enumerate(turned))),
+        (*parts.regions, *regions),
         passes=passes,
     )
 

@@ -22,6 +22,7 @@ from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
+from ...planning.workspace import placed
 from .arguments import UP, UP_PACK
 
 HAS_EPILOGUE = True
@@ -39,7 +40,6 @@ FEW_TILES = 8  # most tiles of a block that count as few
 NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of the five kinds of volume: 2 batch items of 4^3, 8^3, ... 64^3 positions
 SECTOR_BYTES = 32
 MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
-ALIGN = 256  # bytes to whose multiples regions of the workspace begin
 REGISTERS = (40, 232)  # registers per producer and per consumer thread
 
 STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
@@ -359,10 +359,9 @@ def _with_moments(plan: Plan, p: Problem, tiling: Tiling, splits: int) -> Plan:
     """Returns a plan with a region for the moments that its last launch leaves."""
     g, unit = p.geometry, moment_unit(p, tiling)
     moments = g.out_channels * (1 if tiling.last else g.taps) // unit * _moment_slots(p, tiling, splits)
-    start = -(-plan.workspace_bytes // ALIGN) * ALIGN
-    end = start + p.batch * moments * MOMENT_BYTES
+    end, regions = placed([("moments", p.batch * moments * MOMENT_BYTES)], plan.workspace_bytes)
     assert p.norm is not None
-    return replace(plan, workspace_bytes=end, regions=(("moments", start),), moments=moments // p.norm.groups)
+    return replace(plan, workspace_bytes=end, regions=regions, moments=moments // p.norm.groups)
 
 
 def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:

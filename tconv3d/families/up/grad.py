@@ -22,7 +22,9 @@ from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
-from ...planning.sums import REGION_ALIGN, Sum, add_parts
+from ...planning.scalars import round_up
+from ...planning.sums import Sum, add_parts
+from ...planning.workspace import ALIGN, placed
 from .arguments import UP_GRAD, UP_GRAD_PACK
 
 THREADS = 384
@@ -108,18 +110,14 @@ class Work:
         if tiling.weight:
             chunks = -(-pieces // CHUNK_PIECES)
             parts = max(1, min(most // tiles, chunks // 2))
-            each = _even(-(-chunks // parts))
+            each = round_up(-(-chunks // parts), 2)
             parts = -(-chunks // each)
             return cls(tiles, parts, each, parts * tiles * tiling.in_tiles)
         sharers = -(-tiles // -(-tiles // min(tiles, most)))
-        return cls(tiles, sharers, _even(-(-rows // CHUNK_PIECES)), sharers * tiling.in_tiles)
+        return cls(tiles, sharers, round_up(-(-rows // CHUNK_PIECES), 2), sharers * tiling.in_tiles)
 
     def packed_chunks(self, tiling: Tiling) -> int:
         return self.chunks * (self.sharers if tiling.weight else 1)
-
-
-def _even(count: int) -> int:
-    return count + count % 2
 
 
 def rows_of(g: Geometry) -> int:
@@ -238,23 +236,16 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
         main = _main(p, tiling, work, "dx", 0, 0)
         return Plan("up_grad", why, (pack, main), packed, str(tiling), preparing=1)
     count, planes = g.in_channels * g.out_channels * g.taps, g.kernel[0] * g.kernel[1]
-    pitches = -(-count // 4) * 4, -(-g.out_channels // 4) * 4
-    end, regions, sums = _round_up(packed), [], []
-    for name, result, elements, pitch, number in (
-        ("dw parts", "dw", count, pitches[0], work.sharers if work.sharers > 1 else 0),
-        ("db parts", "db", g.out_channels, pitches[1], work.sharers * planes if p.bias else 0),
-    ):
-        if number:
-            regions.append((name, end))
-            sums.append(Sum(name, result, elements, pitch, number))
-            end = _round_up(end + 4 * pitch * number)
+    pitches = round_up(count, 4), round_up(g.out_channels, 4)
+    sums = []
+    if work.sharers > 1:
+        sums.append(Sum("dw parts", "dw", count, pitches[0], work.sharers))
+    if p.bias:
+        sums.append(Sum("db parts", "db", g.out_channels, pitches[1], work.sharers * planes))
+    end, regions = placed(((each.parts, each.bytes) for each in sums), packed)
     main = _main(p, tiling, work, "dw parts" if work.sharers > 1 else "dw", *pitches)
     launches = (pack, main, *((add_parts(sums, p.dtype),) if sums else ()))
-    return Plan("up_grad", why, launches, end, f"{tiling}, {work.sharers} parts", tuple(regions))
-
-
-def _round_up(size: int) -> int:
-    return -(-size // REGION_ALIGN) * REGION_ALIGN
+    return Plan("up_grad", why, launches, round_up(end, ALIGN), f"{tiling}, {work.sharers} parts", regions)
 
 
 def _main(p: Problem, tiling: Tiling, work: Work, result: str, dw_pitch: int, db_pitch: int) -> Launch:

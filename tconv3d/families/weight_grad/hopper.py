@@ -282,7 +282,6 @@ def _direct(p: Problem, device: Device, tiling: Tiling) -> bool:
 def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
     """Returns the launch that adds the parts of the weight gradient (none if `splits` is 0) and the bias gradient."""
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    count, threads = elements_of(g), 256
     slices = _slices(device, kinds)
 
     def blocks(rows: int) -> int:
@@ -293,38 +292,23 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
         rows //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
     weight_blocks, channels = (blocks(rows), g.in_channels) if splits else (0, 0)
-    return Launch(
-        kernel="reduce_taps",
-        constants=(
-            ("kThreads", threads),
-            ("kMinBlocks", 1),
-            ("Scalar", SCALARS[p.dtype]),
-            ("kRows", rows),
-            ("kSlices", slices),
-            ("kBias", p.bias),
-        ),
-        grid=(weight_blocks + bias_blocks, 1, 1),
-        threads=threads,
-        shared_bytes=0,
-        pointers=REDUCE_TAPS.pointers(
-            parts="workspace",
-            result="dw",
-            bias_parts="bias_parts" if p.bias else "null",
-            bias="db" if p.bias else "null",
-        ),
-        scalars=REDUCE_TAPS.pack(
-            stride_in=ci,
-            stride_out=co,
-            stride_tap=tap,
-            count=count,
-            splits=splits,
-            taps=g.taps,
-            out=g.out_per_group,
-            **{"in": channels},
-            bias_splits=bias_parts,
-            channels=g.out_channels,
-        ),
+    bias_places = {"bias_parts": "bias_parts", "bias": "db"} if p.bias else {"bias_parts": "null", "bias": "null"}
+    return REDUCE_TAPS.launch(
+        weight_blocks + bias_blocks,
+        256,
+        (("Scalar", SCALARS[p.dtype]), ("kRows", rows), ("kSlices", slices), ("kBias", p.bias)),
+        {"parts": "workspace", "result": "dw", **bias_places},
         overlaps=True,
+        stride_in=ci,
+        stride_out=co,
+        stride_tap=tap,
+        count=elements_of(g),
+        splits=splits,
+        taps=g.taps,
+        out=g.out_per_group,
+        **{"in": channels},
+        bias_splits=bias_parts,
+        channels=g.out_channels,
     )
 
 
@@ -334,38 +318,30 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
     steps = steps_of(p.batch, size, layer, box)
     jobs = box.d * tiling.planes[0] // contents.table_planes * -(-tiling.lines // _job_lines(tiling))
     jobs = contents.lines if layer.piece_y else jobs
-    return Launch(
-        kernel="hopper_weight_grad",
-        constants=_constants(p, layer, tiling, piece),
-        grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=tiling.share.threads,
+    places = {"parts": "null", "result": "dw"} if direct else {"parts": "workspace", "result": "null"}
+    return HOPPER_WEIGHT_GRAD.launch(
+        tiling.kinds(g) * splits,
+        tiling.share.threads,
+        _constants(p, layer, tiling, piece),
+        {**places, "bias_parts": "bias_parts" if p.bias else "null"},
         shared_bytes=max(made.bytes, _result_bytes(tiling)) if direct else made.bytes,
-        pointers=HOPPER_WEIGHT_GRAD.pointers(
-            x="x",
-            dy="dy",
-            parts="null" if direct else "workspace",
-            bias_parts="bias_parts" if p.bias else "null",
-            result="dw" if direct else "null",
-        ),
-        scalars=HOPPER_WEIGHT_GRAD.pack(
-            x_strides=strides,
-            dy_strides=p.output,
-            x_size=size,
-            dy_size=p.output_size,
-            box=(box.d, box.h, box.w),
-            steps=steps,
-            splits=splits,
-            ahead=contents.ahead,
-            groups=made.groups,
-            lines=contents.lines,
-            line_words=contents.line_words,
-            line_pitch=made.line_pitch,
-            plane_pitch=made.plane_pitch,
-            pair_pitch=made.pair_pitch,
-            **per_axis("by", box.count(size, layer.per_word)),
-            by_jobs=jobs,
-        ),
         overlaps=True,
+        x_strides=strides,
+        dy_strides=p.output,
+        x_size=size,
+        dy_size=p.output_size,
+        box=(box.d, box.h, box.w),
+        steps=steps,
+        splits=splits,
+        ahead=contents.ahead,
+        groups=made.groups,
+        lines=contents.lines,
+        line_words=contents.line_words,
+        line_pitch=made.line_pitch,
+        plane_pitch=made.plane_pitch,
+        pair_pitch=made.pair_pitch,
+        **per_axis("by", box.count(size, layer.per_word)),
+        by_jobs=jobs,
     )
 
 
@@ -401,8 +377,6 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
     return (
-        ("kThreads", tiling.share.threads),
-        ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", wide(p, MAX_SEGMENTS)),
         ("kElementsX", layer.elements_x),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
-from ...planning.launch import Launch, axis_constants
+from ...planning.launch import axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
 from ...planning.repertoire import TYPICAL, Repertoire, nearest
@@ -354,11 +354,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     def padded(numbers: list[list[int]]) -> tuple[int, ...]:
         return tuple(number for own in numbers for number in (*own, *(0,) * (most - len(own))))
 
-    main = Launch(
-        kernel="rows_weight_grad",
-        constants=(
-            ("kThreads", THREADS),
-            ("kMinBlocks", 1),
+    main = ROWS_WEIGHT_GRAD.launch(
+        made.kinds * splits,
+        THREADS,
+        (
             ("Scalar", SCALARS[p.dtype]),
             ("kWide", _wide(p)),
             ("kBias", p.bias),
@@ -404,23 +403,17 @@ def plan(problem: Problem, device: Device) -> Plan:
                 ),
             ),
         ),
-        grid=(made.kinds * splits, 1, 1),
-        threads=THREADS,
+        {"parts": "workspace", "bias_parts": BIAS_PARTS if p.bias else "null"},
         shared_bytes=made.shared_bytes,
-        pointers=ROWS_WEIGHT_GRAD.pointers(
-            x="x", dy="dy", parts="workspace", bias_parts=BIAS_PARTS if p.bias else "null"
-        ),
-        scalars=ROWS_WEIGHT_GRAD.pack(
-            x_strides=p.input,
-            dy_strides=p.output,
-            x_size=p.input_size,
-            dy_size=p.output_size,
-            boxes=boxes,
-            splits=splits,
-            by_d=p.input_size[0],
-            by_h=-(-p.input_size[1] // made.box[0]),
-            by_w=-(-p.input_size[2] // made.box[1]),
-        ),
+        x_strides=p.input,
+        dy_strides=p.output,
+        x_size=p.input_size,
+        dy_size=p.output_size,
+        boxes=boxes,
+        splits=splits,
+        by_d=p.input_size[0],
+        by_h=-(-p.input_size[1] // made.box[0]),
+        by_w=-(-p.input_size[2] // made.box[1]),
     )
     count = g.in_channels * g.out_per_group * g.taps
     ci, co, _, _, tap = p.weight

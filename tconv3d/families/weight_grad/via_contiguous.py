@@ -16,9 +16,9 @@ from ...planning.calibration import Work
 from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.turning import TURNED_BYTES, Turning, channels_last, turn, turning
+from ...planning.workspace import placed
 from . import hopper
 
-REGION_ALIGN = 256
 MAX_BYTES = 2**28  # most bytes that are transposed at a time
 MAX_SLICES = 8  # most slices of the batch, which are computed one after another
 
@@ -137,11 +137,10 @@ def plan(problem: Problem, device: Device) -> Plan:
 def _around(p: Problem, slices: int, inner: Plan) -> Plan:
     """Returns the plan for contiguous tensors, with the launches that write them inserted."""
     found = turnings(p)
-    names, regions, end = {"workspace": "parts"}, [], 0
-    for each in found:
-        names[each.from_] = each.to
-        regions.append((each.to, end))
-        end += -(-each.count // slices * p.item_bytes // REGION_ALIGN) * REGION_ALIGN
+    names = {"workspace": "parts", **{each.from_: each.to for each in found}}
+    sizes = [(each.to, -(-each.count // slices * p.item_bytes)) for each in found]
+    end, regions = placed((*sizes, ("parts", inner.workspace_bytes)))
+    parts = dict(regions)["parts"]
     own = [replace(each, pointers=tuple(names.get(n, n) for n in each.pointers)) for each in inner.launches]
     mains = [launch for launch in own if launch.kernel == "hopper_weight_grad"]
     launches, each_has = [], len(mains) // slices
@@ -157,6 +156,6 @@ def _around(p: Problem, slices: int, inner: Plan) -> Plan:
         kernel=f"turn + {inner.kernel}",
         why=f"{inner.why}; {' and '.join(each.from_ for each in found)} written as contiguous tensors before{turns}",
         launches=(*launches, *own[len(mains) :]),
-        workspace_bytes=end + inner.workspace_bytes,
-        regions=(*regions, ("parts", end), *((name, end + at) for name, at in inner.regions)),
+        workspace_bytes=end,
+        regions=(*regions, *((name, parts + at) for name, at in inner.regions)),
     )
