@@ -15,9 +15,9 @@ from ..families.norm.axis import Axis, AxisProblem, plan_axis
 from ..planning.problem import Plan
 from .problems import DTYPES, RESULT_TYPES
 from .pytorch_ops import statistics_dtype
-from .runner import RUNNER, Runner
+from .runner import READ, RUNNER, Runner, are_aligned, kind_of, operands_read
 
-OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "placed", "along", "null", "y", "workspace")
+OPERANDS = (*READ, "placed", "along", "null", "y", "workspace")
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:
@@ -59,24 +59,15 @@ def run(
     """
     y = _result(x, dims, each, dtype, overwrite)
     counts = tuple(0 if tensor is None else tensor.shape[0] for tensor in (vectors, placed, along))
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, y, *wholes))
-    key = ("axis_pass", x.dtype, x.device, x.shape, x.stride(), dims, program, dtype, counts, len(wholes), aligned)
+    aligned = are_aligned(x, y, *wholes)
+    key = ("axis_pass", *kind_of(x), dims, program, dtype, counts, len(wholes), aligned)
 
     def plan() -> Plan:
-        problem = AxisProblem(
-            _axis(x, dims, aligned),
-            program,
-            sweeps,
-            counts[0],
-            len(wholes),
-            counts[1],
-            counts[2],
-            RESULT_TYPES[dtype],
-        )
+        axis, (number, of_places, alongs) = _axis(x, dims, aligned), counts
+        problem = AxisProblem(axis, program, sweeps, number, len(wholes), of_places, alongs, RESULT_TYPES[dtype])
         return plan_axis(problem, runner.device_of(x))
 
-    more = [*wholes, None, None, None, None][:4]
-    runner.launch(key, plan, OPERANDS, x, (x, vectors, *more, placed, along, None, y))
+    runner.launch(key, plan, OPERANDS, x, (*operands_read(x, vectors, wholes), placed, along, None, y))
     return y
 
 

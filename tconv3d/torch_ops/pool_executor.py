@@ -8,7 +8,6 @@ Only this package calls these functions, so arguments are not checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from ..planning.geometry import Triple
 from ..planning.problem import Plan
 from .axis_executor import is_channels_last
 from .problems import DTYPES, RESULT_TYPES
-from .runner import RUNNER, Runner
+from .runner import READ, RUNNER, Runner, activation, are_aligned, kind_of, operands_read
 
-OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "null", "y", "workspace")
-GRADIENT = (*OPERANDS[:6], "grad", "indices", *OPERANDS[6:])
+OPERANDS = (*READ, "null", "y", "workspace")
+GRADIENT = (*READ, "grad", "indices", "null", "y", "workspace")
 
 
 def run(
@@ -43,16 +42,16 @@ def run(
     `before` and `after` are C++ names of expressions of x's elements and of the results.
     """
     y = torch.empty((*x.shape[:2], *size), dtype=dtype, device=x.device, memory_format=_layout(x))
-    aligned = _aligned(x, y, *wholes)
+    aligned = are_aligned(x, y, *wholes)
     count = 0 if vectors is None else vectors.shape[0]
     what = windows, size, way, averages, before, after, count, len(wholes)
-    key = ("pool_pass", x.dtype, x.device, x.shape, x.stride(), dtype, aligned, what)
+    key = ("pool_pass", *kind_of(x), dtype, aligned, what)
 
     def plan() -> Plan:
         problem = Pool(*_shapes(x, aligned, size), windows, averages, count, len(wholes), RESULT_TYPES[dtype])
         return plan_pool(problem, way, before, after, runner.device_of(x))
 
-    runner.launch(key, plan, OPERANDS, x, (*_listed(x, vectors, wholes), None, y))
+    runner.launch(key, plan, OPERANDS, x, (*operands_read(x, vectors, wholes), None, y))
     return y
 
 
@@ -74,10 +73,10 @@ def gradient(
     grad = grad.contiguous(memory_format=_layout(x))
     indices = None if indices is None else indices.contiguous(memory_format=_layout(x))
     y = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
-    aligned = _aligned(x, y, grad, *wholes)
+    aligned = are_aligned(x, y, grad, *wholes)
     count = 0 if vectors is None else vectors.shape[0]
     what = windows, grad.shape, grad.dtype, indices is None, expression, count, len(wholes)
-    key = ("pool_grad", x.dtype, x.device, x.shape, x.stride(), dtype, aligned, what)
+    key = ("pool_grad", *kind_of(x), dtype, aligned, what)
 
     def plan() -> Plan:
         d, h, w = grad.shape[2:]
@@ -85,7 +84,7 @@ def gradient(
         problem = Pool(*shapes, windows, indices is None, count, len(wholes), RESULT_TYPES[dtype])
         return plan_pool_grad(problem, DTYPES[grad.dtype], expression, runner.device_of(x))
 
-    runner.launch(key, plan, GRADIENT, x, (*_listed(x, vectors, wholes), grad, indices, None, y))
+    runner.launch(key, plan, GRADIENT, x, (*operands_read(x, vectors, wholes), grad, indices, None, y))
     return y
 
 
@@ -93,15 +92,6 @@ def _layout(x: Tensor) -> torch.memory_format:
     return torch.channels_last_3d if is_channels_last(x) else torch.contiguous_format
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
 def _shapes(x: Tensor, aligned: bool, size: Triple) -> tuple[Activation, Triple, Triple]:
-    batch, channels, d, h, w = x.shape
-    activation = Activation(batch, channels, prod((d, h, w)), DTYPES[x.dtype], is_channels_last(x), aligned)
-    return activation, (d, h, w), size
-
-
-def _listed(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return x, vectors, *[*wholes, None, None, None, None][:4]
+    _, _, d, h, w = x.shape
+    return activation(x, aligned), (d, h, w), size

@@ -7,14 +7,18 @@ launches down in place of running them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
 
-from ..planning.problem import Device, Plan
+from ..families.norm.planner import Activation
+from ..planning.problem import Device, Plan, is_channels_last
 from . import executor
 from .checks import Convolution
-from .problems import Tail
+from .problems import DTYPES, Tail
+
+READ = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3")  # what passes that evaluate expressions read
 
 
 class Runner:
@@ -70,3 +74,23 @@ class Runner:
 
 
 RUNNER = Runner()
+
+
+def operands_read(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Returns the operands in the order of `READ`."""
+    return x, vectors, *[*wholes, None, None, None, None][:4]
+
+
+def activation(x: Tensor, aligned: bool) -> Activation:
+    """Describes a dense tensor [N, C, D, H, W]; `aligned` tells whether all tensors of its pass are aligned."""
+    batch, channels, *size = x.shape
+    return Activation(batch, channels, prod(size), DTYPES[x.dtype], is_channels_last(x.stride()), aligned)
+
+
+def are_aligned(*tensors: Tensor) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def kind_of(x: Tensor) -> tuple[Any, ...]:
+    """Returns the properties of a tensor that every plan of a pass over it depends on."""
+    return x.dtype, x.device, x.shape, x.stride()

@@ -12,16 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..families.norm.planner import Activation
 from ..families.norm.tail import TailProblem, plan_pass, plan_sums
-from ..planning.problem import Plan, is_channels_last
+from ..planning.problem import Plan
 from . import executor
 from .executor import Task
 from .problems import DTYPES
 from .pytorch_ops import statistics_dtype
-from .runner import RUNNER, Runner
-
-OPERANDS = ("x", "vectors", "whole_0", "whole_1", "whole_2", "whole_3", "null")
+from .runner import READ, RUNNER, Runner, activation, are_aligned, kind_of, operands_read
 
 
 def evaluate(
@@ -45,7 +42,8 @@ def evaluate(
         problem = _problem(x, (expression,), vectors, wholes, y)
         return plan_pass(problem, DTYPES[dtype], runner.device_of(x))
 
-    runner.launch(key, plan, (*OPERANDS, "y", "workspace"), x, (*_listed(x, vectors, wholes), y))
+    names = (*READ, "null", "y", "workspace")
+    runner.launch(key, plan, names, x, (*operands_read(x, vectors, wholes), None, y))
     return y
 
 
@@ -68,8 +66,8 @@ def sums(
         return planned
 
     parts = x.new_empty((*x.shape[:2], slots, len(expressions)), dtype=statistics_dtype(x.dtype))
-    names = (*OPERANDS, "sums", "workspace")
-    runner.launch(key, plan, names, x, (*_listed(x, vectors, wholes), parts))
+    names = (*READ, "null", "sums", "workspace")
+    runner.launch(key, plan, names, x, (*operands_read(x, vectors, wholes), None, parts))
     if planned is not None:
         _remember(key, slots)
     return parts
@@ -95,25 +93,12 @@ def _key(
     wholes: Sequence[Tensor],
     y: Tensor,
 ) -> tuple[object, ...]:
-    aligned = _aligned(x, wholes, y)
     count = 0 if vectors is None else vectors.shape[0]
-    return (name, x.dtype, x.device, x.shape, x.stride(), y.dtype, expressions, count, len(wholes), aligned)
-
-
-def _aligned(x: Tensor, wholes: Sequence[Tensor], y: Tensor) -> bool:
-    return all(tensor.data_ptr() % 16 == 0 for tensor in (x, y, *wholes))
+    return (name, *kind_of(x), y.dtype, expressions, count, len(wholes), are_aligned(x, y, *wholes))
 
 
 def _problem(
     x: Tensor, expressions: tuple[str, ...], vectors: Tensor | None, wholes: Sequence[Tensor], y: Tensor
 ) -> TailProblem:
-    batch, channels, *size = x.shape
-    last = is_channels_last(x.stride())
-    volume = size[0] * size[1] * size[2]
-    activation = Activation(batch, channels, volume, DTYPES[x.dtype], last, _aligned(x, wholes, y))
-    return TailProblem(activation, expressions, 0 if vectors is None else vectors.shape[0], len(wholes))
-
-
-def _listed(x: Tensor, vectors: Tensor | None, wholes: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Returns the operands in the order of `OPERANDS`."""
-    return x, vectors, *[*wholes, None, None, None, None][:4], None
+    count = 0 if vectors is None else vectors.shape[0]
+    return TailProblem(activation(x, are_aligned(x, y, *wholes)), expressions, count, len(wholes))
