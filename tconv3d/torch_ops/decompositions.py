@@ -13,57 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.geometry import Triple
 from . import pytorch_ops
 from .flops import when_imported
-from .registration import settings_of
+from .registration import splitter
 
 
-def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    return torch.conv_transpose3d(input, weight, bias, *settings)
+def _relu(*operands: Any) -> Tensor:
+    return torch.relu(torch.conv_transpose3d(*operands))
 
 
-def _relu(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    return torch.relu(torch.conv_transpose3d(input, weight, bias, *settings))
-
-
-def _block(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    num_groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    *settings: Any,
-) -> Tensor:
-    result = torch.relu(torch.conv_transpose3d(input, weight, bias, *settings)).to(dtype)
+def _block(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    norm_weight, norm_bias, num_groups, eps, dtype, *settings = rest
+    result = _relu(input, weight, bias, *settings).to(dtype)
     return torch.nn.functional.group_norm(result, num_groups, norm_weight, norm_bias, eps)
 
 
-def _input_grad(grad_output: Tensor, weight: Tensor, size: Triple, *settings: Any) -> Tensor:
-    return pytorch_ops.input_grad(grad_output, weight, size, settings_of(settings))
-
-
-def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, *settings: Any) -> Tensor:
-    return pytorch_ops.weight_grad(grad_output, input, kernel, settings_of(settings))
-
-
-def _statistics(
-    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, settings_of(settings))
+def _with_settings(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that takes the settings of a convolution as one argument, with the operator's arguments."""
+    return lambda *arguments: function(*splitter(name)(arguments))
 
 
 _TABLE: dict[str, Callable[..., Any]] = {
-    "conv_transpose3d": _forward,
+    "conv_transpose3d": torch.conv_transpose3d,
     "conv_transpose3d_relu": _relu,
     "conv_transpose3d_relu_group_norm": _block,
-    "conv_transpose3d_input_grad": _input_grad,
-    "conv_transpose3d_weight_grad": _weight_grad,
+    **{
+        name: _with_settings(name, function)
+        for name, function in (
+            ("conv_transpose3d_input_grad", pytorch_ops.input_grad),
+            ("conv_transpose3d_weight_grad", pytorch_ops.weight_grad),
+            ("conv_transpose3d_relu_statistics", pytorch_ops.forward_with_statistics),
+        )
+    },
     "conv_transpose3d_bias_grad": pytorch_ops.bias_grad,
-    "conv_transpose3d_relu_statistics": _statistics,
     "normalize": pytorch_ops.normalize,
     "relu_group_norm_grad": pytorch_ops.norm_gradient,
 }

@@ -30,7 +30,7 @@ from .dispatch import (
     unchanged,
     unobserved,
 )
-from .ops import conv_transpose3d, fake_forward, gradients_of, why_not_ours
+from .ops import conv_transpose3d, either, fake_forward, gradients_of, why_not_ours
 from .pytorch_ops import statistics_dtype
 from .registration import LIBRARY, register, register_derivatives
 
@@ -54,12 +54,7 @@ class Block(NamedTuple):
 # ---- ReLU and GroupNorm by this library's kernels or by PyTorch's operators
 
 
-def _statistics(
-    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
-) -> tuple[Tensor, Tensor]:
-    if why_not_ours(input) is None:
-        return executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
-    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+_statistics = either("forward_with_statistics")
 
 
 def _normalize(

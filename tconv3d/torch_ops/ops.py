@@ -11,7 +11,7 @@ through the dispatcher, which applies one transform after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,30 +88,21 @@ def _unsupported(tensor: Tensor) -> str | None:
 # ---- implementations by this library's kernels or by PyTorch's operator
 
 
-def _forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
-) -> Tensor:
-    if why_not_ours(input) is None:
-        return executor.forward(input, weight, bias, convolution, relu)
-    return pytorch_ops.forward(input, weight, bias, convolution, relu)
+def either(name: str) -> Callable[..., Any]:
+    """Returns the function of this name of `executor` or of `pytorch_ops`, as its first argument decides.
+
+    The functions are looked up when they are called.
+    """
+
+    def run(first: Tensor, *arguments: Any, **options: Any) -> Any:
+        ours = why_not_ours(first) is None
+        return getattr(executor if ours else pytorch_ops, name)(first, *arguments, **options)
+
+    return run
 
 
-def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
-    if why_not_ours(grad_output) is None:
-        return executor.input_grad(grad_output, weight, input_size, convolution)
-    return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
-
-
-def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
-    if why_not_ours(grad_output) is None:
-        return executor.weight_grad(grad_output, input, kernel, convolution)
-    return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
-
-
-def _bias_grad(grad_output: Tensor) -> Tensor:
-    if why_not_ours(grad_output) is None:
-        return executor.bias_grad(grad_output)
-    return pytorch_ops.bias_grad(grad_output)
+_forward, _input_grad = either("forward"), either("input_grad")
+_weight_grad, _bias_grad = either("weight_grad"), either("bias_grad")
 
 
 # ---- autograd, with each operator's derivative in terms of the others

@@ -35,7 +35,7 @@ def cast_tensors(arguments: Sequence[Any], device_type: str) -> list[Any]:
 
 def register(name: str, implementation: Function, fake: Function) -> None:
     """Registers what an operator computes on a CPU or a GPU, and the shapes of its results."""
-    split = _splitter(name)
+    split = splitter(name)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, lambda *arguments: implementation(*split(arguments)), key)
     torch.library.register_fake(f"tconv3d::{name}", lambda *arguments: fake(*split(arguments)), lib=LIBRARY)
@@ -47,7 +47,7 @@ def register_derivatives(name: str, record: Function, cast: Function = cast_tens
     `record` gets the arguments of the implementation. `cast(arguments, device_type)` returns the operator's arguments
     under autocast.
     """
-    overload, split, tensors = _overload(name), _splitter(name), _tensors(name)
+    overload, split, tensors = _overload(name), splitter(name), _tensors(name)
 
     def autograd(*arguments: Any) -> Any:
         subclasses.load()
@@ -89,7 +89,7 @@ def _tensors(name: str) -> int:
     return next((i for i, kind in enumerate(kinds) if "Tensor" not in kind), len(kinds))
 
 
-def _splitter(name: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def splitter(name: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a function from an operator's arguments to those of its implementation: lists become tuples, and the
     settings of the convolution one argument."""
     names = [argument.name for argument in _overload(name)._schema.arguments]
