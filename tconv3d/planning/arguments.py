@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from .geometry import Triple
 from .launch import Constants, Launch
-from .scalars import round_up
 
 LINE = 110  # columns of a generated line, the limit in .clang-format
 
@@ -123,9 +122,9 @@ class Struct:
         self.align = max(field.type.align for field in fields.values())
         self.offsets, end = dict[str, int](), 0
         for key, field in fields.items():
-            self.offsets[key] = round_up(end, field.type.align)
+            self.offsets[key] = _round_up(end, field.type.align)
             end = self.offsets[key] + field.type.size
-        self.size = round_up(end, self.align)
+        self.size = _round_up(end, self.align)
 
     def __call__(self, comment: str) -> Field:
         return Field(self, comment)
@@ -176,6 +175,10 @@ class Struct:
 
 def _declared_as(type: Type, name: str) -> str:
     return f"{type.name} {name}[{type.count}]" if isinstance(type, Array) else f"{type.name} {name}"
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
 
 
 def _comment(text: str, indent: str) -> list[str]:
