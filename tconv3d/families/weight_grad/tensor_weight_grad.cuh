@@ -34,19 +34,19 @@
 // With kBias, some warps add dy for the bias gradient too (tensor_weight_grad_bias.cuh).
 #pragma once
 
-#include "cursor.cuh"
 #include "tensor_weight_grad_bias.cuh"
-#include "tensor_weight_grad_products.cuh"
+#include "tensor_weight_grad_copies.cuh"
 
 namespace tconv3d {
 
 template <class C>
 struct TensorWeightGrad {
-  using Scalar = typename C::Scalar;
-  using Index = typename IndexType<C::kWide>::type;
+  using Copies = WeightGradCopies<C>;
+  using Copy = typename Copies::Copy;
+  using Kind = typename Copies::Kind;
 
   static constexpr int kLanes = 32;
-  static constexpr int kWarps = C::kThreads / kLanes;
+  static constexpr int kWarps = C::kThreads / kLanes, kSchedulers = 4;
   using Products = WeightGradProducts<C>;
   static constexpr bool kStrict = Products::kStrict;
   static constexpr int kPerWord = Products::kPerWord;
@@ -55,63 +55,16 @@ struct TensorWeightGrad {
   static constexpr int kTileSums = Products::kTileSums;
   static constexpr ptx::Operand kOperand = Products::kOperand;
 
-  static constexpr int kBlockIn = C::kHalfRows ? 8 : 16 * C::kTilesIn * C::kWarpsIn;
-  static constexpr int kBlockOut = 8 * C::kTilesOut * C::kWarpsOut;
-  static constexpr int kBlocksIn = (C::kInPerGroup + kBlockIn - 1) / kBlockIn;
-  static constexpr int kBlocksOut = (C::kOutPerGroup + kBlockOut - 1) / kBlockOut;
-  static constexpr int kRowBlocksD = (C::kKernelD + C::kRowsD - 1) / C::kRowsD;
-  static constexpr int kRowBlocksH = (C::kKernelH + C::kRowsH - 1) / C::kRowsH;
-  static constexpr int kKinds = kBlocksIn * kBlocksOut * kRowBlocksD * kRowBlocksH * C::kGroups;
-
-  // Shared memory holds, in this order and counted in words: the Kind of the block, the table of slots
-  // (what is copied where), the offsets of every segment's dy, then kStages buffers of
-  // [channels of x][kPitchX], [channels of dy][kPitchY].
-  static constexpr int kSlotsX = C::kSegments * kSegment;
-  static constexpr int kSlotTable = 8;
-  static constexpr int kSegmentTable = kSlotTable + 2 * (kSlotsX + C::kSlotsY);
-  static constexpr int kBuffers = (kSegmentTable + C::kSegments + 3) / 4 * 4;
-  static constexpr int kBufferY = kBlockIn * C::kPitchX;
-  static constexpr int kBufferWords = kBufferY + kBlockOut * C::kPitchY;
-
-  // How one of the two tensors is copied. A slot is kVector words of a channel, copied by one load; where
-  // 16-bit elements are not word-aligned (C::kVectorX or C::kVectorY is 0) it is one word, copied by two
-  // loads. A job is kLoads * kLaneChannels channels of kLaneSlots slots, copied by one warp.
-  static constexpr int kLaneSlots = kLanes / C::kLaneChannels;
-  template <bool kIsX>
-  struct Side {
-    static constexpr bool kElements = (kIsX ? C::kVectorX : C::kVectorY) == 0;
-    static constexpr int kVector = kElements ? 1 : (kIsX ? C::kVectorX : C::kVectorY);
-    static constexpr int kLoads = kIsX ? C::kLoadsX : C::kLoadsY;
-    static constexpr int kRegisters = kLoads * (kElements ? kPerWord : kVector);
-    static constexpr int kChannels = kIsX ? kBlockIn : kBlockOut;
-    static constexpr int kJobChannels = C::kLaneChannels * kLoads;
-    static constexpr int kJobs = (kChannels + kJobChannels - 1) / kJobChannels;  // jobs per block of slots
-    static constexpr bool kWhole = kChannels % kJobChannels == 0;
-    static constexpr int kPitch = kIsX ? C::kPitchX : C::kPitchY;
-    static constexpr int kStepW = kIsX ? 1 : C::kStrideW / C::kStep;
-    static constexpr int kLastInGroup = (kIsX ? C::kInPerGroup : C::kOutPerGroup) - 1;
-    static_assert(kVector == 1 || kVector == 2 || kVector == 4);
-    static_assert(kVector == 1 || kStepW == 1, "neighbours in a plane are neighbours in memory");
-    static_assert(!kElements || kPerWord == 2);
-  };
-  static constexpr int kJobRegisters =
-      Side<true>::kRegisters > Side<false>::kRegisters ? Side<true>::kRegisters : Side<false>::kRegisters;
-
   static_assert(kWarps * kLanes == C::kThreads);
   static_assert(kWarps == C::kWarpsRows * C::kWarpsIn * C::kWarpsOut * C::kSlices, "every warp has its part");
   static_assert(C::kWarpsRows * C::kRows >= C::kRowsD * C::kRowsH, "every row of taps has its warp");
   static_assert(!C::kHalfRows || (C::kTilesIn == 1 && C::kWarpsIn == 1 && C::kInPerGroup <= 8));
-  static_assert(C::kPitchX % 32 == 16 && C::kPitchX >= kSlotsX, "fragment loads without bank conflicts");
   static_assert(C::kStep == 1 ? C::kPitchY % 32 == 16 : C::kPitchY % 8 == 4,
                 "fragment loads of two channels without bank conflicts");
-  static_assert(C::kPlane % 4 == 0 && C::kPitchY >= C::kPhases * C::kPlane);
   static_assert(C::kStep == 1 || (C::kStep == C::kStrideW && C::kPhases == 1 && C::kHalves == 1));
   static_assert(C::kSegments % kSegmentsPerChunk == 0);
   static_assert(C::kHooks >= 1 && (C::kAsync || C::kHooks <= C::kRows * C::kTilesOut), "jobs per chunk");
   static_assert((kOperand == ptx::Operand::kTf32) == (kPerWord == 1));
-  static_assert(!C::kAsync || (!Side<true>::kElements && !Side<false>::kElements), "copies of whole words");
-  static_assert(C::kStages == 2 || (C::kAsync && C::kStages == 3), "buffers: one computed, the rest copied");
-  static_assert(C::kSharedBytes >= 4 * (kBuffers + C::kStages * kBufferWords));
   static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * kTileSums;
   static_assert(C::kSlices == 1 || C::kSharedBytes >= 4 * kSums * kLanes * (kWarps / C::kSlices),
                 "the sums of a slice pass through shared memory");
@@ -126,27 +79,6 @@ struct TensorWeightGrad {
   float rests[kStrict ? C::kRows : 1][C::kTaps][C::kTilesIn][C::kTilesOut][kTileSums];
   WeightGradBias<C> bias;
 
-  // The group, channels and taps of a block. They are in shared memory to leave registers for accumulators.
-  struct Kind {
-    int group, first_in, first_out, tap_d, tap_h;
-  };
-  static_assert(sizeof(Kind) <= 4 * kSlotTable);
-
-  static __device__ __forceinline__ Kind kind() {
-    // Blocks that share positions have consecutive indices, so that L2 serves what they share.
-    int rest = static_cast<int>(blockIdx.x) % kKinds;
-    Kind found;
-    found.tap_h = rest % kRowBlocksH * C::kRowsH;
-    rest /= kRowBlocksH;
-    found.tap_d = rest % kRowBlocksD * C::kRowsD;
-    rest /= kRowBlocksD;
-    found.first_out = rest % kBlocksOut * kBlockOut;
-    rest /= kBlocksOut;
-    found.first_in = rest % kBlocksIn * kBlockIn;
-    found.group = rest / kBlocksIn;
-    return found;
-  }
-
   __device__ __forceinline__ void locate() {
     shared = dynamic_shared<unsigned>();
     lane = threadIdx.x % kLanes;
@@ -160,7 +92,7 @@ struct TensorWeightGrad {
     rest /= C::kWarpsIn;
     first_row = rest % C::kWarpsRows * C::kRows;
     slice = rest / C::kWarpsRows;
-    if (threadIdx.x == 0) *reinterpret_cast<Kind*>(shared) = kind();
+    if (threadIdx.x == 0) *reinterpret_cast<Kind*>(shared) = Copies::kind();
     const int plane_pitch = args.lines_h * args.line_pitch;
 #pragma unroll
     for (int r = 0; r < C::kRows; ++r) {
@@ -169,197 +101,6 @@ struct TensorWeightGrad {
       row_words[r] =
           row / C::kRowsH * C::kDilationD * plane_pitch + row % C::kRowsH * C::kDilationH * args.line_pitch;
     }
-  }
-
-  // ---- The copy of a tile: slots and jobs.
-
-  struct Tile {
-    int n, d, h, w;  // batch item, and first position of the tile
-  };
-  struct Slot {
-    int lines;  // the slot's d and h in the tile, 16 bits each
-    int words;  // the slot's w in the tile (signed) and its offset in a channel of the buffer, 16 bits each
-  };
-
-  static __device__ __forceinline__ int pack(int low, int high) { return (low & 0xFFFF) | high << 16; }
-  static __device__ __forceinline__ int low(int packed) {
-    return static_cast<short>(static_cast<unsigned short>(packed & 0xFFFF));
-  }
-  static __device__ __forceinline__ int high(int packed) {
-    return static_cast<int>(static_cast<unsigned>(packed) >> 16);
-  }
-
-  __device__ __forceinline__ int slots_x() const {
-    return args.tile.d * args.tile.h * args.tile.w * (kSegment / Side<true>::kVector);
-  }
-  __device__ __forceinline__ int line_slots() const {
-    return (args.line_words + Side<false>::kVector - 1) / Side<false>::kVector * C::kPhases;
-  }
-  __device__ __forceinline__ int slots_y() const { return args.lines * line_slots(); }
-
-  __device__ __forceinline__ void write_tables() {
-    Slot* const slots = reinterpret_cast<Slot*>(shared + kSlotTable);
-    const int line_slots_x = args.tile.w * (kSegment / Side<true>::kVector);
-    for (int i = threadIdx.x; i < slots_x(); i += C::kThreads) {
-      const int line = i / line_slots_x, word = i % line_slots_x * Side<true>::kVector;
-      slots[i] =
-          Slot{pack(line / args.tile.h, line % args.tile.h), pack(word * kPerWord, i * Side<true>::kVector)};
-    }
-    // Phases alternate as they do in memory, so that adjacent slots read adjacent elements.
-    for (int i = threadIdx.x; i < slots_y(); i += C::kThreads) {
-      const int line = i / line_slots(), phase = i % C::kPhases;
-      const int word = i % line_slots() / C::kPhases * Side<false>::kVector;
-      slots[kSlotsX + i] = Slot{pack(line / args.lines_h, line % args.lines_h),
-                                pack(word * kPerWord * Side<false>::kStepW + C::kPlaneOffset(phase),
-                                     phase * C::kPlane + line * args.line_pitch + word)};
-    }
-    int* const segments = reinterpret_cast<int*>(shared + kSegmentTable);
-    for (int i = threadIdx.x; i < C::kSegments; i += C::kThreads) {
-      const int line = i / args.tile.w;
-      const int line_y = line / args.tile.h * C::kStrideD * args.lines_h + line % args.tile.h * C::kStrideH;
-      const bool exists = i < args.tile.d * args.tile.h * args.tile.w;
-      segments[i] = exists ? line_y * args.line_pitch + i % args.tile.w * kSegment * C::kStep : 0;
-    }
-  }
-
-  __device__ __forceinline__ Tile tile_at(int index) const {
-    const int rest_w = divide(index, args.by_w), rest_h = divide(rest_w, args.by_h);
-    const int n = divide(rest_h, args.by_d);
-    return Tile{n, (rest_h - n * static_cast<int>(args.by_d.divisor)) * args.tile.d,
-                (rest_w - rest_h * static_cast<int>(args.by_h.divisor)) * args.tile.h,
-                (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w * kSegment * kPerWord};
-  }
-
-  // The state of a warp's share of the copy of one tile; job `index` is in flight.
-  struct Copy {
-    Tile tile;
-    unsigned* to;
-    int index, jobs_x, jobs;
-    int slot_to;   // offset in the buffer in words; negative for a lane without a slot
-    int channels;  // channels of the block from the lane's first one on
-    unsigned values[kJobRegisters];
-  };
-
-  template <bool kIsX>
-  __device__ __forceinline__ void issue_side(Copy& copy, int index) const {
-    using S = Side<kIsX>;
-    const Tile& tile = copy.tile;
-    const Kind block = *reinterpret_cast<const Kind*>(shared);
-    const Strides& strides = kIsX ? args.x_strides : args.dy_strides;
-    const Extent& size = kIsX ? args.x_size : args.dy_size;
-    const int slot_block = index / S::kJobs;
-    const int slot = slot_block * kLaneSlots + lane / C::kLaneChannels;
-    const int channel = (index - slot_block * S::kJobs) * S::kJobChannels + lane % C::kLaneChannels;
-    const bool exists = slot < (kIsX ? slots_x() : slots_y());
-    const Slot place =
-        reinterpret_cast<const Slot*>(shared + kSlotTable)[(kIsX ? 0 : kSlotsX) + (exists ? slot : 0)];
-    copy.channels = S::kChannels - channel;
-    copy.slot_to = exists ? (kIsX ? 0 : kBufferY) + channel * S::kPitch + high(place.words) : -1;
-    int d = tile.d, h = tile.h, w = tile.w;
-    if (!kIsX) {
-      d = d * C::kStrideD + block.tap_d * C::kDilationD - C::kPaddingD;
-      h = h * C::kStrideH + block.tap_h * C::kDilationH - C::kPaddingH;
-      w = w * C::kStrideW;
-    }
-    d += low(place.lines);
-    h += high(place.lines);
-    w += low(place.words);
-    const bool line_inside = exists && d >= 0 && d < size.d && h >= 0 && h < size.h;
-    // Channels past the group's last one read another channel again: their sums are never written. If
-    // kAllInside is true, the channels of a job are all inside the group, or none is: blocks consist of whole
-    // jobs, and so does the group.
-    constexpr bool kAllInside = S::kWhole && (S::kLastInGroup + 1) % S::kJobChannels == 0;
-    const int last = S::kLastInGroup - (kAllInside ? S::kJobChannels - 1 - lane % C::kLaneChannels : 0);
-    const int in_group = min((kIsX ? block.first_in : block.first_out) + channel, last);
-    const Index step = C::kLaneChannels * static_cast<Index>(strides.c);
-    const Scalar* const from =
-        static_cast<const Scalar*>(kIsX ? args.x : args.dy) +
-        (tile.n * static_cast<Index>(strides.n) + d * static_cast<Index>(strides.d) +
-         h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w) +
-         (block.group * (S::kLastInGroup + 1) + in_group) * static_cast<Index>(strides.c));
-    constexpr int kElementLoads = S::kElements ? kPerWord : 1;
-#pragma unroll
-    for (int e = 0; e < kElementLoads; ++e) {
-      // A vector is inside or outside the tensor as a whole.
-      const int at = w + e * S::kStepW;
-      const bool inside = line_inside && at >= 0 && at < size.w;
-      TCONV3D_ASSUME(!inside || S::kElements || at + S::kVector * kPerWord <= size.w);
-      const Scalar* element = from + e * S::kStepW * static_cast<Index>(strides.w);
-      // Few addresses are live at a time with kAsync; otherwise loaded values need fixed registers.
-      [[maybe_unused]] constexpr int kUnroll = C::kAsync ? 2 : S::kLoads;
-#pragma unroll kUnroll
-      for (int k = 0; k < S::kLoads; ++k) {
-        if (k > 0 && (kAllInside || in_group + k * C::kLaneChannels <= last)) element += step;
-        if constexpr (C::kAsync) {
-          if (exists && (S::kWhole || k * C::kLaneChannels < copy.channels))
-            ptx::copy_words<S::kVector>(copy.to + copy.slot_to + k * C::kLaneChannels * S::kPitch,
-                                        inside ? element : args.x, inside);
-        } else if constexpr (S::kElements) {
-          copy.values[k * kPerWord + e] = inside ? element->bits : 0u;
-        } else {
-          Vector<unsigned, S::kVector> loaded{};
-          if (inside) loaded = load_vector<S::kVector>(reinterpret_cast<const unsigned*>(element));
-#pragma unroll
-          for (int i = 0; i < S::kVector; ++i) copy.values[k * S::kVector + i] = loaded.at[i];
-        }
-      }
-    }
-  }
-
-  template <bool kIsX>
-  __device__ __forceinline__ void finish_side(const Copy& copy) const {
-    using S = Side<kIsX>;
-    if (copy.slot_to < 0) return;
-#pragma unroll
-    for (int k = 0; k < S::kLoads; ++k) {
-      Vector<unsigned, S::kVector> words;
-      if constexpr (S::kElements) {
-        words.at[0] = copy.values[k * kPerWord] | copy.values[k * kPerWord + kPerWord - 1] << 16;
-      } else {
-#pragma unroll
-        for (int i = 0; i < S::kVector; ++i) {
-          const unsigned word = copy.values[k * S::kVector + i];
-          words.at[i] = kPerWord == 1 ? Products::rounded(word) : word;
-        }
-      }
-      if (S::kWhole || k * C::kLaneChannels < copy.channels)
-        *reinterpret_cast<Vector<unsigned, S::kVector>*>(copy.to + copy.slot_to +
-                                                         k * C::kLaneChannels * S::kPitch) = words;
-    }
-  }
-
-  __device__ __forceinline__ void issue(Copy& copy) const {
-    if (copy.index < copy.jobs_x) {
-      issue_side<true>(copy, copy.index);
-    } else {
-      issue_side<false>(copy, copy.index - copy.jobs_x);
-    }
-  }
-
-  __device__ __forceinline__ void finish(const Copy& copy) const {
-    if (C::kAsync) return;
-    if (copy.index < copy.jobs_x) {
-      finish_side<true>(copy);
-    } else {
-      finish_side<false>(copy);
-    }
-  }
-
-  __device__ __forceinline__ void begin(Copy& copy, bool exists, int tile, unsigned* to) const {
-    copy.tile = tile_at(exists ? tile : 0);
-    copy.to = to;
-    copy.index = warp;
-    copy.jobs_x = (slots_x() + kLaneSlots - 1) / kLaneSlots * Side<true>::kJobs;
-    copy.jobs = exists ? copy.jobs_x + (slots_y() + kLaneSlots - 1) / kLaneSlots * Side<false>::kJobs : 0;
-    if (copy.index < copy.jobs) issue(copy);
-  }
-
-  // Finishes one job and issues the next.
-  __device__ __forceinline__ void advance(Copy& copy) const {
-    if (copy.index >= copy.jobs) return;
-    finish(copy);
-    copy.index += kWarps;
-    if (copy.index < copy.jobs) issue(copy);
   }
 
   // ---- The arithmetic.
@@ -414,18 +155,33 @@ struct TensorWeightGrad {
     });
   }
 
-  // Computes one chunk, and advances the copy of a later tile in between.
-  __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, Copy& copy) {
-    // Asynchronous copies are issued before registers hold fragments.
-    if constexpr (C::kAsync) {
+  // Computes the warp's chunks of a tile. Asynchronous copies are issued between chunks, when registers hold
+  // no fragments. The warps of a scheduler take turns: some begin with copies and the others with a chunk, so
+  // that tensor cores do not wait while addresses are computed.
+  __device__ __forceinline__ void compute_chunks(int chunks, const unsigned* buffer, const Copies& copies,
+                                                 Copy& copy) {
+    bool copying = C::kAsync && warp / kSchedulers % 2 == 0;
+    for (int chunk = slice; chunk < chunks;) {
+      if (copying) {
 #pragma unroll 1
-      for (int i = 0; i < C::kHooks; ++i) advance(copy);
+        for (int i = 0; i < C::kHooks; ++i) copies.advance(copy);
+      } else {
+        compute_chunk(chunk, buffer, copies, copy);
+        if constexpr (C::kBias) bias.end_chunk();
+        chunk += C::kSlices;
+      }
+      copying = C::kAsync && !copying;
     }
+  }
+
+  // Computes one chunk, and advances the copy of a later tile in between if it goes through registers.
+  __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, const Copies& copies,
+                                                Copy& copy) {
     const int segment = chunk * kSegmentsPerChunk + lane % 4;
     const int in = (warp_in * C::kTilesIn * 16 + lane / 4) * C::kPitchX + segment * kSegment;
-    const int segment_words = reinterpret_cast<const int*>(shared + kSegmentTable)[segment];
+    const int segment_words = reinterpret_cast<const int*>(shared + Copies::kSegmentTable)[segment];
     const unsigned* const dy =
-        buffer + kBufferY + (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY + segment_words;
+        buffer + Copies::kBufferY + (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY + segment_words;
     typename Products::FragmentsX x;
     const unsigned zero = static_cast<unsigned>(args.tiles) >> 31;
 #pragma unroll
@@ -451,7 +207,7 @@ struct TensorWeightGrad {
     static_for<kParts>([&](auto part) {
       constexpr int kPart = decltype(part)::value, kRow = kPart / C::kTilesOut;
       multiply<kRow, kPart % C::kTilesOut>(x, dy + row_words[kRow], (own >> kRow & 1) != 0);
-      if constexpr (!C::kAsync && (kPart + 1) * C::kHooks % kParts < C::kHooks) advance(copy);
+      if constexpr (!C::kAsync && (kPart + 1) * C::kHooks % kParts < C::kHooks) copies.advance(copy);
     });
   }
 
@@ -496,8 +252,8 @@ struct TensorWeightGrad {
     constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
     constexpr long long kSize =
         static_cast<long long>(C::kGroups) * C::kInPerGroup * C::kOutPerGroup * kTapsAll;
-    const Kind block = kind();
-    const int split = static_cast<int>(blockIdx.x) / kKinds;
+    const Kind block = Copies::kind();
+    const int split = static_cast<int>(blockIdx.x) / Copies::kKinds;
     float* const parts = static_cast<float*>(args.parts) + split * kSize;
     const int in = block.first_in + warp_in * C::kTilesIn * 16 + lane / 4;
     const int out = block.first_out + warp_out * C::kTilesOut * 8 + lane % 4 * 2;
@@ -515,17 +271,17 @@ struct TensorWeightGrad {
 
   // Writes the sums for the bias gradient by way of the buffers, when they are free.
   __device__ __forceinline__ void store_bias() {
-    static_assert(WeightGradBias<C>::kSharing * kBlockOut <= C::kStages * kBufferWords);
-    const Kind block = kind();
-    const int split = static_cast<int>(blockIdx.x) / kKinds;
-    const int rows = block.tap_d / C::kRowsD * kRowBlocksH + block.tap_h / C::kRowsH;
-    const int slot = C::kBiasSlot + rows * kBlocksIn + block.first_in / kBlockIn;
+    static_assert(WeightGradBias<C>::kSharing * Copies::kBlockOut <= C::kStages * Copies::kBufferWords);
+    const Kind block = Copies::kind();
+    const int split = static_cast<int>(blockIdx.x) / Copies::kKinds;
+    const int rows = block.tap_d / C::kRowsD * Copies::kRowBlocksH + block.tap_h / C::kRowsH;
+    const int slot = C::kBiasSlot + rows * Copies::kBlocksIn + block.first_in / Copies::kBlockIn;
     const long long row = (split * C::kBiasSlots + slot) * C::kGroups + block.group;
-    bias.template store<kBlockOut>(
+    bias.template store<Copies::kBlockOut>(
         reinterpret_cast<float*>(buffer_of(0)), slice * C::kWarpsRows + first_row / C::kRows,
         warp_in == 0 ? warp_out * C::kTilesOut * 8 : -1,
         static_cast<float*>(args.bias_parts) + row * C::kOutPerGroup + block.first_out,
-        min(kBlockOut, C::kOutPerGroup - block.first_out));
+        min(Copies::kBlockOut, C::kOutPerGroup - block.first_out));
   }
 
   __device__ __forceinline__ void compute() {
@@ -534,22 +290,24 @@ struct TensorWeightGrad {
       sum = 0.0f;
       if constexpr (kStrict) rests[r][t][m][n][e] = 0.0f;
     });
-    write_tables();
+    const Copies copies{args, shared, lane, warp};
+    copies.write_tables();
     if constexpr (C::kBias) {
-      const Kind block = kind();
-      bias.begin(block.first_in / kBlockIn, warp_in == 0, block.tap_d, block.tap_h, first_row);
+      const Kind block = Copies::kind();
+      bias.begin(block.first_in / Copies::kBlockIn, warp_in == 0, block.tap_d, block.tap_h, first_row);
     }
-    const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / kKinds);
+    const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / Copies::kKinds);
     const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
     // The last chunk may have segments beyond the tile: x is zero there, whatever dy is.
-    for (int i = threadIdx.x; i < C::kStages * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
+    for (int i = threadIdx.x; i < C::kStages * Copies::kBufferWords; i += C::kThreads)
+      shared[Copies::kBuffers + i] = 0u;
     __syncthreads();
     Copy copy;
     // The copies of the first tiles do not overlap with arithmetic.
     for (int ahead = 0; ahead < C::kStages - 1; ++ahead) {
       const int index = part.begin + ahead;
-      begin(copy, index < part.end, index, buffer_of(ahead));
-      while (copy.index < copy.jobs) advance(copy);
+      copies.begin(copy, index < part.end, index, buffer_of(ahead));
+      while (copy.index < copy.jobs) copies.advance(copy);
       if (C::kAsync) ptx::copy_commit();
     }
     if (C::kAsync) ptx::copy_wait<C::kStages - 2>();
@@ -558,13 +316,10 @@ struct TensorWeightGrad {
     for (int index = part.begin; index < part.end; ++index) {
       const int ahead = index + C::kStages - 1;
       const int free = current == 0 ? C::kStages - 1 : current - 1;
-      begin(copy, ahead < part.end, ahead, buffer_of(free));
-      if constexpr (C::kBias) bias.template begin_tile<kBlocksIn>();
-      for (int chunk = slice; chunk < chunks; chunk += C::kSlices) {
-        compute_chunk(chunk, buffer_of(current), copy);
-        if constexpr (C::kBias) bias.end_chunk();
-      }
-      while (copy.index < copy.jobs) advance(copy);
+      copies.begin(copy, ahead < part.end, ahead, buffer_of(free));
+      if constexpr (C::kBias) bias.template begin_tile<Copies::kBlocksIn>();
+      compute_chunks(chunks, buffer_of(current), copies, copy);
+      while (copy.index < copy.jobs) copies.advance(copy);
       if (C::kAsync) {
         ptx::copy_commit();
         ptx::copy_wait<C::kStages - 2>();
@@ -578,7 +333,7 @@ struct TensorWeightGrad {
   }
 
   __device__ __forceinline__ unsigned* buffer_of(int index) const {
-    return shared + kBuffers + index * kBufferWords;
+    return shared + Copies::kBuffers + index * Copies::kBufferWords;
   }
 };
 

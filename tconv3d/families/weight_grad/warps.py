@@ -104,10 +104,9 @@ def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int,
 
 
 def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, int]:
-    lanes = 4 if layer.channels_last else 1
     channels = (tiling.block_in(layer.geometry), tiling.block_out)
-    per_job = layer.loads(tiling)
-    x, y = (-(-s * lanes // 32) * -(-c // (lanes * n)) for s, c, n in zip(slots, channels, per_job, strict=True))
+    of_lanes, of_lane = layer.lane_channels(tiling), layer.loads(tiling)
+    x, y = (-(-s * a // 32) * -(-c // (a * b)) for s, c, a, b in zip(slots, channels, of_lanes, of_lane, strict=True))
     return x, y
 
 
@@ -183,12 +182,12 @@ def _least_cost(layer: Layer, planes: Planes, tiling: Tiling, least: tuple[float
 
     `least` is what `_least_of_segment` returns for the rows of the tiling's blocks.
     """
-    g, lanes, segments = layer.geometry, 4 if layer.channels_last else 1, tiling.segments
+    g, segments = layer.geometry, tiling.segments
     loads, words = least
-    loads_x, loads_y = layer.loads(tiling)
+    (loads_x, loads_y), (_, lanes_y) = layer.loads(tiling), layer.lane_channels(tiling)
     jobs = (
-        segments * SEGMENT / max(1, layer.vector_x) * lanes / 32 * -(-tiling.block_in(g) // (lanes * loads_x)),
-        segments * loads * lanes / 32 * -(-tiling.block_out // (lanes * loads_y)),
+        segments * SEGMENT / max(1, layer.vector_x) / 32 * tiling.block_in(g) / loads_x,
+        segments * loads * lanes_y / 32 * -(-tiling.block_out // (lanes_y * loads_y)),
     )
     cycles = _joined(*_parts(layer, planes, tiling, segments, jobs, segments * words))
     return ROUNDING * cycles / (tiling.blocks * segments) * tiling.kinds(g)
@@ -497,7 +496,9 @@ def _constants(p: Problem, layer: Layer, piece: int, planes: Planes, tiling: Til
         ("kVectorY", layer.vector_y),
         ("kLoadsX", layer.loads(tiling)[0]),
         ("kLoadsY", layer.loads(tiling)[1]),
-        ("kLaneChannels", 4 if layer.channels_last else 1),
+        ("kLaneChannelsX", layer.lane_channels(tiling)[0]),
+        ("kLaneChannelsY", layer.lane_channels(tiling)[1]),
+        ("kChannelsLast", layer.channels_last),
         ("kHooks", hooks),
         ("kStages", tiling.stages),
         ("kAsync", tiling.asynchronous),

@@ -162,11 +162,19 @@ class Layer:
         """Tells whether copies go to shared memory without passing registers, which moves whole words."""
         return min(self.vector_x, self.vector_y) > 0
 
+    def lane_channels(self, tiling: Tiling) -> tuple[int, int]:
+        """Returns how many channels of x and of dy the lanes of a warp copy side by side.
+
+        They are several where a channel of x has too few slots for all lanes, or where channels are contiguous.
+        """
+        slots = tiling.segments * SEGMENT // max(1, self.vector_x)
+        return (4, 4) if self.channels_last else (max(1, 32 // slots), 1)
+
     def loads(self, tiling: Tiling) -> tuple[int, int]:
-        """Returns the channels of a job of x and of dy, which is the number of loads that a lane has in flight;
-        without asynchronous copies they arrive in registers."""
+        """Returns the channels of each lane in a job of x and of dy, which is the number of loads that a lane has in
+        flight; without asynchronous copies they arrive in registers."""
         x, y = (8 if tiling.asynchronous or vector in (1, 2) else 4 for vector in (self.vector_x, self.vector_y))
-        return x, y
+        return min(x, max(1, tiling.block_in(self.geometry) // self.lane_channels(tiling)[0])), y
 
 
 @dataclass(frozen=True)
