@@ -132,6 +132,14 @@ KEPT: dict[str, list[Case]] = {
         )
         for size, offset in (((2, 5, 17), 0), ((2, 2, 17), 1))
     ],
+    "threads beyond the rows of a slab whose lines are copied as they lie": [
+        Case(
+            Layer(3, 3, (16, 1, 3), (4, 5, 1), (5, 2, 3), (3, 1, 1), (3, 0, 0), (1, 1, 3), batch=1, bias=False),
+            dtype="bfloat16",
+            plans="B200",
+            wanted=("weight",),
+        )
+    ],
     "a pass of the last block behind the last channel": [
         Case(Layer(2, 384, (2, 8, 8), (3, 3, 3), padding=(1, 1, 1), batch=1), epilogue=epilogue, at_end=True)
         for epilogue in ("", "norm")
@@ -215,7 +223,7 @@ def test_draws_reach_what_they_are_for() -> None:
     for at in range(3):
         assert {case.layer.kernel[at] for case in cases} == {1, 2, 3, 4, 5, 6, 7}
         assert {case.layer.stride[at] for case in cases} == {1, 2, 3, 4}
-        assert {case.layer.dilation[at] for case in cases} == {1, 2, 3}
+        assert {case.layer.dilation[at] for case in cases} == {1, 2, 3, 4}
         assert {case.layer.output_padding[at] for case in cases} == {0, 1, 2, 3}
     assert {case.layer.size[2] for case in cases} == set(range(1, 71))
 

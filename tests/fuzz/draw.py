@@ -26,11 +26,11 @@ MOST_TAPS = 75  # most taps of a layer: kernels with more take seconds to compil
 PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # limits on the products of a pass; the emulator does 50 million per s
 MOST_ELEMENTS = 150_000  # most elements of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
-PLANS = ("H200", "A100", "RTX 4090")
-# Kinds of layers with their draw weights: any layer, and four kinds for which there are special kernel families,
-# up-convolutions, few channels on a side, small groups and rows of whole vectors of channels, mostly with dense
-# tensors of one layout at multiples of 16 bytes.
-KINDS = {"any": 12, "up": 4, "few": 4, "groups": 2, "rows": 2}
+PLANS = ("H200", "A100", "RTX 4090", "B200")
+# Kinds of layers with their draw weights: any layer, and kinds for which there are special kernel families, mostly
+# with dense tensors of one layout at multiples of 16 bytes. These are up-convolutions, few channels on a side, small
+# groups, rows of whole vectors of channels, depthwise layers, and taps that reach far (dilation, much padding).
+KINDS = {"any": 12, "up": 4, "few": 4, "groups": 2, "rows": 2, "depthwise": 4, "far": 2}
 # Epilogues with their draw weights.
 EPILOGUES = {"": 5, "relu": 2, "norm": 4, "tail": 4, "silu": 1, "softmax": 1, "largest": 1}
 WIDTH = 12  # least width of layers with small groups; narrower ones go to other families
@@ -53,7 +53,10 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     random = Random(f"{seed}:{number}")
     here = len(plans) == 1 or random.random() < 0.64
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
-    dtype = random.choice(DTYPES if kind == "any" else DTYPES[:4])
+    favours = {name: favour for name, favour in FAVOURED.items() if not favour.kinds or kind in favour.kinds}
+    favoured = random.choices(list(favours), [favour.weight for favour in favours.values()])[0]
+    dtypes, forced = favours[favoured].dtypes, favours[favoured].plans or plans[1:]
+    dtype = random.choice(dtypes or (DTYPES if kind in ("any", "far") else DTYPES[:4]))
     layer = _layer(random, kind)
     epilogue = random.choices(list(EPILOGUES), list(EPILOGUES.values()))[0]
     if dtype == "float32" and epilogue == "norm":
@@ -63,8 +66,8 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     base = Case(
         layer,
         dtype=dtype,
-        plans="" if here else random.choice(plans[1:]),
-        favoured=random.choices(list(FAVOURED), [favour.weight for favour in FAVOURED.values()])[0],
+        plans="" if here else random.choice(forced),
+        favoured=favoured,
         epilogue=epilogue,
         norm_groups=random.choice([n for n in range(1, layer.out_channels + 1) if layer.out_channels % n == 0]),
         affine=random.random() < 0.8,
@@ -120,16 +123,17 @@ def _least_size(kernel: int, stride: int, padding: int, extra: int, dilation: in
 def _axes(random: Random, of: str) -> list[Axis]:
     kind = random.random()
     if of == "up" or (of == "any" and kind < 0.1):  # up-convolution: every output has one tap
-        return [(size, size, 0, 0, 1) for size in (*random.choices((1, 2, 3, 4), k=2), random.choice((2, 2, 1, 3)))]
-    if of == "groups" or kind < 0.45:
+        sizes = (*random.choices((1, 2, 3, 4), k=2), random.choice((2, 2, 1, 3)))
+        return [(size, size, 0, random.randrange(size) if random.random() < 0.1 else 0, 1) for size in sizes]
+    if of == "groups" or (of != "far" and kind < 0.45):
         return [random.choice(USUAL)] * 3
-    return [_axis(random) for _ in range(3)]
+    return [_axis(random, far=of == "far") for _ in range(3)]
 
 
-def _axis(random: Random) -> Axis:
+def _axis(random: Random, far: bool = False) -> Axis:
     kernel = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7))
     stride = random.choice((1, 1, 2, 2, 2, 3, 4))
-    dilation = random.choice((1, 1, 1, 1, 2, 3))
+    dilation = random.choice((1, 2, 2, 3, 4) if far else (1, 1, 1, 1, 2, 3))
     reach = dilation * (kernel - 1)
     padding = random.choice((0, reach // 2, random.randint(0, reach), random.randint(0, reach + 2)))
     return kernel, stride, padding, random.randrange(max(stride, dilation)), dilation
@@ -147,6 +151,9 @@ def _channels(random: Random, of: str) -> tuple[int, int, int]:
     if of == "groups":
         groups = 2 * random.randint(1, 4)
         return groups * random.choice((2, 3, 4, 8)), groups * random.choice((2, 4, 5, 8)), groups
+    if of == "depthwise":
+        groups = random.choice((2, 3, 5, 8, 16, 24, 32, 33, 40))
+        return groups, groups * random.choice((1, 1, 1, 2, 3)), groups
     if of == "rows":
         return 16 + 8 * random.randint(0, 10), 32 + 8 * random.randint(0, 8), 1
     kind = random.random()

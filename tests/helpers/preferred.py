@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from tconv3d.planning import calibration, offers, planner
 from tconv3d.planning.offers import Answer, Offer, Wanted
-from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.planning.problem import Device, Pass, Plan
 from tconv3d.torch_ops import executor
 
 ALMOST_NOTHING = 1e-9  # times the predicted time: what an offer of a preferred kernel costs
@@ -81,14 +81,14 @@ def kernels_of(wanted: Wanted, device: Device) -> dict[Pass, str]:
 
 
 @contextlib.contextmanager
-def counted(kinds: Callable[[Problem, Plan], Iterable[str]] = lambda *_: ()) -> Iterator[Counter[str]]:
+def counted(kinds: Callable[[Offer, Plan], Iterable[str]] = lambda *_: ()) -> Iterator[Counter[str]]:
     """The plans that each family makes, by its name and by what `kinds` calls them."""
     counts: Counter[str] = Counter()
 
     def counting(name: str, offer: Offer) -> Callable[[], Plan]:
         def counting_make() -> Plan:
             made = offer.make()
-            counts.update((name, *kinds(offer.problem, made)))
+            counts.update((name, *kinds(offer, made)))
             return made
 
         return counting_make

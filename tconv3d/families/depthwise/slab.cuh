@@ -64,7 +64,8 @@ struct Slab {
   // How threads share kItems items of every line: a thread has an item of every kStep-th row, kTimes of them.
   template <int kItems>
   struct Items {
-    static constexpr int kWidth = kItems < L::kThreads ? kItems : L::kThreads, kStep = L::kThreads / kWidth;
+    static constexpr int kWidth = kItems < L::kThreads ? kItems : L::kThreads;
+    static constexpr int kStep = L::kThreads / kWidth < L::kRows ? L::kThreads / kWidth : L::kRows;
     static constexpr int kTimes = (L::kRows + kStep - 1) / kStep;
     static constexpr int kUnrolled = kTimes < 6 ? kTimes : 4;
   };
