@@ -191,8 +191,9 @@ def why_left(layer: nn.Module) -> str | None:
         return "the forward of nn.ConvTranspose3d itself has been replaced, by another library perhaps"
     if "forward" in layer.__dict__:
         return "its forward has been replaced on the object, by a hook of another library perhaps"
-    if layer.weight.dtype not in problems.DTYPES:
-        return f"there is no kernel for {str(layer.weight.dtype).removeprefix('torch.')}"
+    dtype = survey.weight_of(layer).dtype
+    if dtype not in problems.DTYPES:
+        return f"there is no kernel for {str(dtype).removeprefix('torch.')}"
     return None
 
 
@@ -238,7 +239,7 @@ def _gain(layer: nn.Module, shapes: tuple[Shape, ...]) -> Gain | None:
     if largest is None or not isinstance(layer, nn.ConvTranspose3d):
         return None
     batch, _, *size = largest
-    dtype = str(layer.weight.dtype).removeprefix("torch.")
+    dtype = str(survey.weight_of(layer).dtype).removeprefix("torch.")
     described = {
         "batch": batch,
         "in_channels": layer.in_channels,
@@ -258,7 +259,7 @@ def _choices(layer: nn.Module, shapes: tuple[Shape, ...]) -> tuple[str, ...]:
     largest = _largest(shapes)
     if largest is None or not isinstance(layer, nn.ConvTranspose3d):
         return ()
-    if not (layer.weight.is_cuda or current_backend() == "emulator"):
+    if not (survey.weight_of(layer).is_cuda or current_backend() == "emulator"):
         return ()
     return explain(layer, largest).choices
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..planning.launch import Constants, Launch
 from ..planning.problem import Device, Pass
 from ..runtime import compiler, plain
+from . import survey
 from .explain import checked_layer, find_gpu, launches
 from .modules import ConvTranspose3dReLUGroupNorm
 
@@ -52,7 +53,7 @@ def compile_ahead(
         raise RuntimeError("compile_ahead compiles for the present GPU, and there is none: name one, gpu='H200'")
     passes = tuple(Pass) if gradients else (Pass.FORWARD,)
     needed: list[Launch] = []
-    device, _ = find_gpu(gpu, convolution.weight)
+    device, _ = find_gpu(gpu, survey.weight_of(convolution))
     for input in inputs:
         needed += launches(layer, input, device, passes)
     return fill_cache(needed, device)

@@ -33,6 +33,7 @@ from ..torch_ops import checks, choosing, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import DTYPES, OperandAddresses
+from . import survey
 from .explanation import AxisExplanation, Explanation, PassExplanation
 from .fuse import FusedTail, with_tail
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
@@ -166,13 +167,14 @@ def _check_arguments(function: Callable[..., Call], first: str, *arguments: Any,
 def _call_of_layer(
     layer: torch.nn.ConvTranspose3d, input: Tensor | Sequence[int], output_size: list[int] | None = None
 ) -> Call:
+    weight = survey.weight_of(layer)
     if not isinstance(input, Tensor):
         if not isinstance(input, Sequence) or not all(isinstance(size, int) for size in input):
             raise TypeError(f"expected input to be a Tensor or its shape (five integers), but got {input!r}")
-        input = torch.empty(tuple(input), dtype=layer.weight.dtype, device="meta")
+        input = torch.empty(tuple(input), dtype=weight.dtype, device="meta")
     output_padding = resolved_output_padding(layer, input, output_size)
     settings: list[Any] = [layer.stride, layer.padding, output_padding, layer.groups, layer.dilation]
-    return _call(input, layer.weight, layer.bias, *settings)
+    return _call(input, weight, layer.bias, *settings)
 
 
 def _call(

@@ -153,6 +153,8 @@ class FusedTail(nn.Module):
 
     def _why_not(self, input: Tensor, extra: tuple[Any, ...]) -> str | None:
         layer = self.convolution
+        if type(layer) not in (nn.ConvTranspose3d, ConvTranspose3d) or "forward" in layer.__dict__:
+            return "the convolution has a forward of its own"
         tensors = [input, layer.weight, *([] if layer.bias is None else [layer.bias])]
         tensors += [each for each in extra if isinstance(each, Tensor)]
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -165,8 +167,6 @@ class FusedTail(nn.Module):
             return "the input is no batch of volumes"
         if not all(map(dispatch.is_plain, tensors)):
             return "a tensor is not plain memory"
-        if type(layer) not in (nn.ConvTranspose3d, ConvTranspose3d) or "forward" in layer.__dict__:
-            return "the convolution has a forward of its own"
         if self._watched():
             return "hooks listen to a layer"
         return ops.why_not_ours(input)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 Shape = tuple[int, ...]
@@ -33,6 +34,18 @@ def is_transposed_convolution(module: nn.Module) -> bool:
     kind = type(module)
     quantized = kind.__name__ == "ConvTranspose3d" and kind.__module__.startswith("torch.ao.")
     return quantized or isinstance(module, nn.ConvTranspose3d)
+
+
+def weight_of(layer: nn.ConvTranspose3d) -> Tensor:
+    """Returns the weight of a layer, or a tensor like it if a parametrization computes the weight.
+
+    Computing it may change the layer: `spectral_norm` updates its buffers whenever the weight is read in training.
+    """
+    if not parametrize.is_parametrized(layer, "weight"):
+        return layer.weight
+    computed_from: Any = layer.parametrizations["weight"]  # type: ignore[index]
+    stored: Tensor = computed_from.original if computed_from.is_tensor else computed_from.original0
+    return stored.new_empty((layer.in_channels, layer.out_channels // layer.groups, *layer.kernel_size))
 
 
 def input_shapes(model: nn.Module, example_input: Any) -> dict[nn.Module, tuple[Shape, ...]]:

@@ -269,6 +269,18 @@ def test_layers_whose_weight_is_computed(name: str, ours: str, calls: list[Any])
     assert_same_results(gradients(model, x), before)
 
 
+def test_looking_at_a_layer_does_not_compute_its_weight() -> None:
+    """In training, `spectral_norm` updates its buffers whenever the weight is read."""
+    model = nn.Sequential(parametrizations.spectral_norm(nn.ConvTranspose3d(2, 4, 2)), nn.ReLU())
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(1, 2, 2, 2, 2)
+    with tconv3d.use_backend("emulator"):
+        tconv3d.plan_swaps(model, example_input=x)
+        tconv3d.accelerate(model, example_input=x)
+        tconv3d.explain(model[0], x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_parametrizations_come_and_go_on_a_swapped_layer(calls: list[Any]) -> None:
     layer = nn.ConvTranspose3d(2, 3, 2)
     copied = copy.deepcopy(parametrizations.weight_norm(layer))

@@ -351,6 +351,14 @@ def test_hooks_and_second_derivatives_see_every_layer() -> None:
     assert seen == [model.tail]
 
 
+def test_a_weight_that_is_computed_is_computed_once_per_call() -> None:
+    layers = [nn.utils.parametrizations.spectral_norm(nn.ConvTranspose3d(2, 4, 2)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(1, 2, 2, 2, 2)
+    with tconv3d.use_backend("emulator"):
+        torch.testing.assert_close(tconv3d.fuse(layers[0], F.relu)(x), F.relu(layers[1](x)))
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"expected an nn.ConvTranspose3d, got Linear"):
         tconv3d.fuse(nn.Linear(2, 2), F.relu)  # type: ignore[arg-type]
