@@ -104,6 +104,7 @@ class Watch:
         self._known: dict[types.CodeType, types.FunctionType] = {}
         self._classes: set[type] = set()  # classes whose attributes are conditions
         self._running = False
+        self._called: Any = None  # the function of C that the user's code is calling
 
     def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Calls a Python function of the user."""
@@ -131,6 +132,14 @@ class Watch:
     def is_users(self, frame: types.FrameType) -> bool:
         """Tells whether a frame runs code of the user."""
         return frame.f_code in self._users
+
+    def asks_for_a_class(self, frame: types.FrameType) -> bool:
+        """Tells whether a frame runs code of the user that asks for the class of an object.
+
+        PyTorch's functions ask too. They must get the true answer, because they read the memory of what they take for
+        a tensor.
+        """
+        return self.is_users(frame) and self._called in (None, isinstance)
 
     def knows(self, function: types.FunctionType) -> None:
         """Makes conditions of what a function brings along: its closure, and the defaults of its arguments."""
@@ -202,12 +211,16 @@ class Watch:
     def _event(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code, caller = frame.f_code, frame.f_back
-            if code in self._users:
-                return
-            if code in self._known or (caller is not None and caller.f_code in self._users):
+            if code not in self._users and (
+                code in self._known or (caller is not None and caller.f_code in self._users)
+            ):
                 self._look_at(code, frame)
-        elif event == "c_call" and frame.f_code in self._users and not _is_harmless(argument):
-            raise CannotRead(f"it calls {getattr(argument, '__qualname__', argument)}, of which nothing is known")
+            if code in self._users:
+                self._called = None
+        elif frame.f_code in self._users:
+            self._called = argument if event == "c_call" else None
+            if event == "c_call" and not _is_harmless(argument):
+                raise CannotRead(f"it calls {getattr(argument, '__qualname__', argument)}, of which nothing is known")
 
     def _look_at(self, code: types.CodeType, frame: types.FrameType) -> None:
         file = code.co_filename

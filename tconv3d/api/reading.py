@@ -97,7 +97,7 @@ class _Symbol(Proxy):
     def __class__(self) -> type:
         """The class that the user's code sees: `isinstance` asks for it."""
         reader: Any = self.tracer
-        if not reader.watch.is_users(sys._getframe(1)):
+        if not reader.watch.asks_for_a_class(sys._getframe(1)):
             return type(self)
         if self.__dict__["is_known_tensor"]:
             return Tensor
@@ -143,7 +143,7 @@ class _SymbolAttribute(Attribute):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         reader: Any = self.tracer
-        if not reader.watch.is_users(sys._getframe(1)):
+        if not reader.watch.asks_for_a_class(sys._getframe(1)):
             return type(self)
         raise CannotRead("it asks for the class of a tensor's attribute")
 

@@ -282,6 +282,18 @@ def test_closures_and_constants_of_python(count: list[str]) -> None:
     assert len(count) == 2
 
 
+def test_a_tensor_where_pytorch_also_takes_a_number(count: list[str]) -> None:
+    """PyTorch asks for the class of each argument, and reads the memory of what calls itself a tensor."""
+
+    def forward(self: Odd, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return torch.where(y > 0, x.mean(), 0.5) + torch.where(y < 0, y, 0.5)
+
+    model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
+    torch.testing.assert_close(model(X), plain(X))
+    assert len(count) == 1
+
+
 def test_a_closure_that_is_written() -> None:
     (layer,) = tconv3d.plan_swaps(block(odd(in_a_closure))).layers
     assert "calls, a variable of a closure" in layer.why_alone
