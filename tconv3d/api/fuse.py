@@ -163,10 +163,10 @@ class FusedTail(nn.Module):
             return "a mode of PyTorch's dispatcher looks at the call"
         if dispatch.in_forward_mode():
             return "derivatives are computed in forward mode"
-        if input.dim() != 5 or input.numel() == 0:
-            return "the input is no batch of volumes"
         if not all(map(dispatch.is_plain, tensors)):
             return "a tensor is not plain memory"
+        if input.dim() != 5 or input.numel() == 0:
+            return "the input is no batch of volumes"
         if self._watched():
             return "hooks listen to a layer"
         return ops.why_not_ours(input)

@@ -14,6 +14,7 @@ and not the user's own code, random numbers and flags of Python. This module kno
 
 from __future__ import annotations
 
+import dis
 import inspect
 import operator
 import sys
@@ -77,9 +78,7 @@ def read(
         error.conditions = found.conditions
         raise
     except Exception as error:  # a user's code may raise anything when it meets symbols
-        refused = CannotRead(f"{type(error).__name__}: {error}".splitlines()[0])
-        refused.conditions = found.conditions
-        raise refused from error
+        raise CannotRead(f"{type(error).__name__}: {error}".splitlines()[0], found.conditions) from error
     finally:
         reader.forget()
     found.graph.lint()
@@ -112,6 +111,19 @@ class _Symbol(Proxy):
         if not callable(getattr(Tensor, name)):  # read now: an operator in place may change it
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return _SymbolAttribute(self, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterates where the user's code unpacks a known number of results.
+
+        torch.fx does so too, but keeps the frames of all callers, and with them the model, until Python looks for
+        circles.
+        """
+        caller = sys._getframe(1)
+        unpacked = [each for each in dis.get_instructions(caller.f_code) if each.offset == caller.f_lasti]
+        if unpacked and unpacked[0].opname == "UNPACK_SEQUENCE":
+            return iter([self[index] for index in range(unpacked[0].argval)])
+        found: Iterator[Any] = self.tracer.iter(self)
+        return found
 
     def __str__(self) -> str:
         reader: Any = self.tracer

@@ -5,8 +5,10 @@ Fused chains are counted (`count`), and their layers run one by one on the CPU.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -292,6 +294,25 @@ def test_a_tensor_where_pytorch_also_takes_a_number(count: list[str]) -> None:
     model, plain = tconv3d.accelerate(block(odd(forward))), block(odd(forward))
     torch.testing.assert_close(model(X), plain(X))
     assert len(count) == 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known number", "any number"])
+def test_a_model_whose_forward_unpacks_is_freed_at_once(known: bool, count: list[str]) -> None:
+    def forward(self: Odd, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=1)
+        (n, *_) = (2,) if known else x.shape
+        return torch.relu(self.up(x)) * n + first.mean() * second.mean()
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = tconv3d.accelerate(block(odd(forward)))
+        model(X)
+        reference = weakref.ref(model)
+        del model
+        assert reference() is None and len(count) == known
+    finally:
+        gc.enable()
 
 
 def test_a_closure_that_is_written() -> None:

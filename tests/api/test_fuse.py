@@ -364,3 +364,5 @@ def test_wrong_arguments() -> None:
         tconv3d.fuse(nn.Linear(2, 2), F.relu)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tail"):
         tconv3d.fuse(nn.ConvTranspose3d(2, 2, 1), 3)  # type: ignore[arg-type]
+    with tconv3d.use_backend("emulator"), pytest.raises(TypeError, match="must be Tensor, not int"):
+        tconv3d.fuse(nn.ConvTranspose3d(2, 2, 1), F.relu)(3)
