@@ -24,11 +24,14 @@ from .conditions import Conditions, is_constant
 
 
 class CannotRead(RuntimeError):
-    """Says why a forward cannot be read, and which conditions were met until then."""
+    """Says why a forward cannot be read."""
+
+    conditions: Conditions  # which were met until then
 
     def __init__(self, why: str, conditions: Conditions | None = None) -> None:
         super().__init__(why)
-        self.conditions = conditions
+        if conditions is not None:
+            self.conditions = conditions
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -118,10 +118,11 @@ class _Symbol(Proxy):
         torch.fx does so too, but keeps the frames of all callers, and with them the model, until Python looks for
         circles.
         """
+        me: Any = self
         caller = sys._getframe(1)
         unpacked = [each for each in dis.get_instructions(caller.f_code) if each.offset == caller.f_lasti]
         if unpacked and unpacked[0].opname == "UNPACK_SEQUENCE":
-            return iter([self[index] for index in range(unpacked[0].argval)])
+            return iter([me[index] for index in range(unpacked[0].argval)])
         found: Iterator[Any] = self.tracer.iter(self)
         return found
 
