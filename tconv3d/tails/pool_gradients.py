@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..families.norm.pool import Windows
+from ..planning.scalars import INT32_MAX
 from .expressions import Expression, local
 from .pointwise import FLOATS, Shape, Writer, is_pointwise, is_vector, meta, packet_of, shape_of
 from .pools import as_triple
@@ -56,7 +58,7 @@ class Gathers:
         if packet_of(node) in (aten.avg_pool3d_backward, aten.max_pool3d_with_indices_backward):
             given = [each for each in (node.args[0], node.args[7]) if isinstance(each, fx.Node)]
             fits = self.gather is None and shape_of(node) == self.full and all(each in small for each in given)
-            if fits and meta(given[0]).dtype in FLOATS:
+            if fits and meta(given[0]).dtype in FLOATS and prod(self.full[2:]) <= INT32_MAX:
                 self.gather = node
                 return True
             return False

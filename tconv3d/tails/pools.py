@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from ..families.norm.pool import Windows
 from ..planning.geometry import Triple
+from ..planning.scalars import INT32_MAX
 from .axes import is_channel_vector, padded
 from .expressions import Expression
 from .pointwise import FLOATS, Shape, Writer, is_pointwise, meta, packet_of, shape_of
@@ -25,6 +27,7 @@ _DEFAULTS: dict[Any, tuple[Any, ...]] = {
     aten.avg_pool3d: (None, None, [], 0, False, True, None),
     aten.max_pool3d_with_indices: (None, None, [], 0, 1, False),
 }
+MOST_PLACES = 1 << 24  # most positions of a volume in which a pass finds the places of maxima: float32 counts them
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class Pools:
         """Takes a node that a pooling pass can compute, and tells whether it did."""
         inputs = node.all_input_nodes
         if packet_of(node) in _DEFAULTS and inputs[0] in elements and shape_of(inputs[0]) == self.full:
+            places = any(each.target is operator.getitem and each.args[1] == 1 for each in node.users)
+            if prod(self.full[2:]) > (MOST_PLACES if places else INT32_MAX):
+                return False
             self.pools[node] = None
             if packet_of(node) is aten.avg_pool3d:
                 self.pooled[node] = node

@@ -11,6 +11,7 @@ from tail_checks import LAST, C, check_gradients, check_values, fused, operand
 from torch import Tensor, nn
 
 import tconv3d
+from tconv3d.tails import pools
 
 TAILS: dict[str, Callable[[Tensor], Tensor]] = {
     "max pool": lambda z: F.silu(F.max_pool3d(F.silu(z), 2)),
@@ -55,6 +56,22 @@ def test_a_norm_before_and_a_softmax_behind_a_pool() -> None:
     report = check_values(model, x)
     assert len(report.passes) == 2 and not report.pytorch
     check_gradients(model, x, 10)
+
+
+def test_pytorch_finds_places_that_float32_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results have 5 x 7 x 9 positions. A pool without gradients needs no places, and an average pool never does."""
+    x = operand(torch.float32).requires_grad_()
+    for most, name, ours in (
+        (315, "max pool", True),
+        (314, "max pool", False),
+        (314, "average pool", True),
+    ):
+        monkeypatch.setattr(pools, "MOST_PLACES", most)
+        model = fused(TAILS[name])
+        with tconv3d.use_backend("emulator"):
+            result = model(x)
+        assert (type(result.grad_fn).__name__ == "ChainBackward") == ours
+        assert not check_values(model, x.detach()).pytorch
 
 
 @pytest.mark.parametrize("training", [True, False])
