@@ -24,9 +24,8 @@ from torch import Tensor, fx
 from ..planning.geometry import Axis, Triple, valid_range
 from ..torch_ops.checks import Convolution
 from .expressions import OPERATORS
-from .pointwise import meta, packet_of, shape_of
+from .pointwise import inserted, meta, packet_of, shape_of
 from .pools import windows_of
-from .tracing import inserted
 
 aten = torch.ops.aten
 

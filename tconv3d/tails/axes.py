@@ -8,7 +8,7 @@ pass is written as a program: steps that each give one number per position, then
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -28,6 +28,7 @@ from .pointwise import (
     is_view,
     meta,
     packet_of,
+    rows_of,
     shape_of,
     unexpanded,
 )
@@ -36,6 +37,10 @@ aten = torch.ops.aten
 
 ALONG = 8  # the first index of operands that vary along the axis alone (axis_pass.cuh)
 MOST_PLACED = 4  # operands that are constant along the axis
+MOST_SUMS = 8  # sums that one pass computes
+MOST_SUMMED = (
+    1 << 12
+)  # sums and places along the axis that fit into shared memory, a number of 8 bytes for each thread
 MOST_STEPS = 32  # numbers of a position that are held in registers
 MOST_LENGTH = 1 << 24  # longest axis, whose indices float32 counts
 
@@ -51,6 +56,21 @@ Dims = frozenset[int]
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """Describes a sum, mean or extreme over space and perhaps batch items or channels, or over positions."""
+
+    node: fx.Node
+    viewed: Shape  # shape of the element node that is reduced
+    dims: tuple[int, ...]
+    mean: bool
+    extreme: str = ""  # "Largest" or "Smallest" if it is no sum
+
+    @property
+    def count(self) -> int:
+        return prod(self.viewed[dim] for dim in self.dims) if self.mean else 1
+
+
+@dataclass(frozen=True)
 class AxisPass:
     """Holds the program of one pass along an axis and its operands."""
 
@@ -63,13 +83,17 @@ class AxisPass:
     wholes: tuple[fx.Node, ...]
     placed: tuple[fx.Node, ...]
     along: tuple[fx.Node, ...]
+    # Sums over the positions, which the pass adds up while it writes: one number for every place along the axis, and
+    # for every batch item if the axis is that of channels.
+    summed: tuple[Reduction, ...] = ()
+    sums: tuple[Expression, ...] = ()
 
     def shape(self, full: Shape) -> Shape:
         """Returns the shape of the result, with five dimensions."""
         return full if self.each else tuple(1 if dim in self.dims else size for dim, size in enumerate(full))
 
     def __str__(self) -> str:
-        return str(self.program)
+        return f"{self.program}" + (f", and sums of {', '.join(map(str, self.sums))}" if self.sums else "")
 
 
 def padded(shape: Shape) -> Shape:
@@ -88,9 +112,10 @@ class Axes:
     positions: dict[fx.Node, None] = field(default_factory=dict)
     placed: dict[fx.Node, None] = field(default_factory=dict)  # tensors with one number per position
     late: dict[fx.Node, None] = field(default_factory=dict)
+    summed: dict[fx.Node, Reduction] = field(default_factory=dict)  # sums over positions
 
     def holds(self, node: fx.Node) -> bool:
-        return node in self.positions or node in self.late
+        return node in self.positions or node in self.late or node in self.summed
 
     @property
     def reduced(self) -> Shape:
@@ -178,6 +203,20 @@ class Axes:
             return False
         return all(constant(unexpanded(each)) is not None or self._operand(each, self.full, small) for each in inputs)
 
+    def add_sum(self, node: fx.Node, elements: Mapping[fx.Node, Any]) -> bool:
+        """Takes a sum over positions that the pass can add up while it writes, and tells whether it did."""
+        inputs = node.all_input_nodes
+        if not self.late or self.dims is None or len(inputs) != 1 or inputs[0] not in self._elements(elements):
+            return False
+        length = prod(self.full[dim] for dim in self.dims)
+        if len(self.summed) == MOST_SUMS or length * MOST_SUMS > MOST_SUMMED:
+            return False
+        found = reduction_of(node, self.full) if self.dims == {1} else _over_positions(node, self.full, self.dims)
+        if found is None or found.extreme:
+            return False
+        self.summed[node] = found
+        return True
+
     # ---- operands
 
     def _elements(self, elements: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -240,10 +279,16 @@ class Axes:
 
     # ---- programs
 
-    def program(self, node: fx.Node, starts: tuple[fx.Node, ...], elements: Mapping[fx.Node, Any]) -> AxisPass | None:
+    def program(
+        self,
+        node: fx.Node,
+        starts: tuple[fx.Node, ...],
+        elements: Mapping[fx.Node, Any],
+        summed: Sequence[Reduction] = (),
+    ) -> AxisPass | None:
         """Returns the pass that stores a position node or a late node, or None if it has too many operands."""
         assert self.dims is not None
-        needed = self._needed(node)
+        needed = self._needed([node, *(each.node for each in summed)])
         placed = [each for each in self.placed if each in needed]
         steps = [each for each in self.positions if each in needed and not is_view(each)]
         count = sum(2 if packet_of(each) is aten.mean else 1 for each in steps)
@@ -261,6 +306,7 @@ class Axes:
             writer.names[each] = local(index)
         written, sweeps = self._steps(steps, writer, len(placed))
         each_element = node in self.late
+        sums = tuple(writer.write(each.node.all_input_nodes[0]) for each in summed)
         final = Expression("EachElement" if each_element else "EachPosition", (writer.write(node),))
         all_steps = Expression("Done")
         for step in reversed(written):
@@ -276,6 +322,8 @@ class Axes:
             tuple(writer.wholes),
             tuple(placed),
             tuple(writer.along),
+            tuple(summed),
+            sums,
         )
 
     def _steps(self, nodes: list[fx.Node], writer: _AxisWriter, first: int) -> tuple[list[Expression], int]:
@@ -297,9 +345,9 @@ class Axes:
             writer.names[node] = local(first + len(steps) - 1)
         return steps, sweeps
 
-    def _needed(self, node: fx.Node) -> set[fx.Node]:
+    def _needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         found: set[fx.Node] = set()
-        waiting = [node]
+        waiting = list(nodes)
         while waiting:
             each = waiting.pop()
             if each not in found:
@@ -357,3 +405,31 @@ def reduced_dims(node: fx.Node) -> Dims | None:
         return None
     listed: Iterable[Any] = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     return frozenset(dim % count for dim in listed) or frozenset(range(count))
+
+
+def _over_positions(node: fx.Node, full: Shape, dims: Dims) -> Reduction | None:
+    """Returns a sum or mean of an element node over all dimensions but those of an axis; else None."""
+    if packet_of(node) not in (aten.sum, aten.mean) or shape_of(node.all_input_nodes[0]) != full:
+        return None
+    over = reduced_dims(node) or frozenset()
+    if over & dims or any(size > 1 and dim not in over | dims for dim, size in enumerate(full)):
+        return None
+    return Reduction(node, full, tuple(sorted(over)), packet_of(node) is aten.mean)
+
+
+def reduction_of(node: fx.Node, full: Shape) -> Reduction | None:
+    """Returns a reduction of an element node over all of space, and of leading dimensions perhaps; else None."""
+    packet = packet_of(node)
+    extreme = {aten.amax: "Largest", aten.amin: "Smallest"}.get(packet, "")
+    if (packet not in (aten.sum, aten.mean) and not extreme) or len(node.all_input_nodes) != 1:
+        return None
+    if not isinstance(node.meta.get("val"), torch.Tensor) or meta(node).dtype not in (*FLOATS, torch.int64):
+        return None
+    viewed = shape_of(node.all_input_nodes[0])
+    rows = rows_of(viewed, full)
+    given = node.args[1] if len(node.args) > 1 else None
+    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else []
+    dims = [dim % len(viewed) for dim in listed] or list(range(len(viewed)))
+    if rows is None or any(dim not in dims and viewed[dim] > 1 for dim in range(rows, len(viewed))):
+        return None
+    return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean, extreme)

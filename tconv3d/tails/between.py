@@ -18,12 +18,12 @@ from torch import Tensor, fx
 from ..torch_ops import number_executor
 from ..torch_ops.pytorch_ops import statistics_dtype
 from ..torch_ops.runner import Runner
-from .axes import AxisPass
+from .axes import AxisPass, Reduction
 from .computing import Env, compute_ready, finished, means_and_variances, stacked
 from .numbers import Assembled, Assembler, CannotAssemble, Made, Moments, Sums
 from .pointwise import aliases, meta, packet_of
 from .pool_gradients import GatherPass
-from .rounds import Divided, Pass, Reduction, Written
+from .rounds import Divided, Pass, Written
 from .stages import Statistics
 from .tracing import writes
 
@@ -57,6 +57,16 @@ class Left:
         batch, channels, slots, count = found.shape
         for place, each in enumerate(reductions):
             self.sums[each.node] = Sums(name, (batch, channels, slots, count), found.dtype, each, place)
+
+    def add_axis_sums(self, name: str, found: Tensor, one: AxisPass, env: Env) -> None:
+        """Notes what a pass along an axis has added up: [N, C, slots, sums], or [1, length, slots, sums]."""
+        if one.dims == {1}:
+            self.add_sums(name, found, one.summed)
+            return
+        totals = found[0].sum(1, dtype=torch.float64)
+        for place, each in enumerate(one.summed):
+            like = each.node.meta["val"]
+            env[each.node] = (totals[:, place] / each.count).reshape(like.shape).to(like.dtype)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -29,6 +29,7 @@ from ..torch_ops.registration import register
 from .kinds import Kind, Kinds
 from .programs import MOST_PROGRAMS, Program, read
 from .recording import Differentiable
+from .tracing import STRIDES
 
 log = logging.getLogger("tconv3d.compile")
 
@@ -153,8 +154,7 @@ def _run_recorded(*operands: Any) -> list[Tensor]:
 def _own(result: Tensor, kind: Kind | None, call: _Call, z: Tensor | None = None) -> Tensor:
     """Returns a result in memory of its own, with the strides that PyTorch's operators give it."""
     if kind is not None:
-        output = next(node for node in kind.traced.graph.nodes if node.op == "output")
-        strides = output.args[0].meta["val"].stride()
+        strides = kind.traced.meta[STRIDES]
         if result.stride() != strides:
             return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)
     others = [call.input, call.weight, *call.tensors, *([] if z is None else [z])]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_ops.pytorch_ops import statistics_dtype
+from .axes import Reduction
 from .pointwise import Shape, rows_of
-from .rounds import Reduction
 from .stages import Statistics
 
 aten = torch.ops.aten

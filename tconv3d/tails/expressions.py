@@ -125,6 +125,8 @@ def _relu(x: Expression) -> Expression:
 
 
 def _power(x: Expression, y: Expression) -> Expression:
+    if y == number(1):
+        return x
     if y == number(2):
         return Expression("Product", (x, x))
     return Expression("SquareRoot", (x,)) if y == number(0.5) else Expression("Power", (x, y))

@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .expressions import OPERATORS
 from .lowering import lower
-from .pointwise import FLOATS, dependent, is_view, meta, packet_of, rows_of, shape_of
+from .pointwise import FLOATS, dependent, inserted, is_view, meta, packet_of, rows_of, shape_of
 from .rounds import Divided, divide
-from .tracing import copied, inserted, join_means, nothing_written, without_logging, writes
+from .tracing import copied, join_means, nothing_written, without_logging, writes
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .pointwise import FLOATS, meta, packet_of, shape_of
-from .tracing import LOWERED_FROM, inserted
+from .pointwise import FLOATS, inserted, meta, packet_of, shape_of
+from .tracing import LOWERED_FROM
 
 aten = torch.ops.aten
 

@@ -30,9 +30,9 @@ from ..families.norm.numbers import (
     TYPES,
     Program,
 )
+from .axes import Reduction
 from .expressions import OPERATORS, Expression, local, number
 from .pointwise import Shape, constant, is_view, meta, packet_of, rows_of, shape_of
-from .rounds import Reduction
 from .stages import Statistics
 
 aten = torch.ops.aten

@@ -8,13 +8,15 @@ constant along a channel's volume, and whole tensors. This module knows graphs a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from .expressions import OPERATORS, VALUE, Expression, local, number, vector, whole
 
@@ -215,6 +217,17 @@ def _inside(node: fx.Node, elements: Container[fx.Node], starts: Container[fx.No
         found.add(each)
         waiting.extend(each.all_input_nodes)
     return [each for each in node.graph.nodes if each in found]
+
+
+def inserted(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], options: Mapping[str, Any] | None = None
+) -> fx.Node:
+    """Inserts an operator with its shape and type."""
+    node = graph.call_function(target, args, dict(options or {}))
+    values = fx.node.map_arg(args, lambda each: each.meta["val"])
+    with next(value for value in tree_leaves(values) if isinstance(value, FakeTensor)).fake_mode:
+        node.meta["val"] = target(*values, **(options or {}))
+    return node
 
 
 def dependent(nodes: Iterable[fx.Node], start: Iterable[fx.Node]) -> set[fx.Node]:

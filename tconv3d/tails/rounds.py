@@ -12,7 +12,7 @@ graphs and shapes, no kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import REDUCTIONS, Axes, AxisPass
+from .axes import MOST_SUMS, REDUCTIONS, Axes, AxisPass, Reduction, reduction_of
 from .expressions import Expression
 from .pointwise import (
     FLOATS,
@@ -34,7 +34,6 @@ from .pointwise import (
     meta,
     name_of,
     packet_of,
-    rows_of,
     shape_of,
 )
 from .pool_gradients import GatherPass, Gathers
@@ -45,23 +44,7 @@ aten = torch.ops.aten
 
 MOST_WHOLE = 4  # whole tensors that a pass reads besides z (tail_pass.cuh, tail_sums.cuh)
 MOST_VECTORS = 24  # vectors that a pass reads, each a register of every thread
-MOST_SUMS = 8  # sums that one pass computes
 MOST_LETTERS = 16000  # length of the C++ name of an expression
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """Describes a sum, mean or extreme over space and possibly over batch items or channels."""
-
-    node: fx.Node
-    viewed: Shape  # shape of the element node that is reduced
-    dims: tuple[int, ...]
-    mean: bool
-    extreme: str = ""  # "Largest" or "Smallest" if it is no sum
-
-    @property
-    def count(self) -> int:
-        return prod(self.viewed[dim] for dim in self.dims) if self.mean else 1
 
 
 @dataclass(frozen=True)
@@ -118,8 +101,18 @@ class Rounds:
     @property
     def computed(self) -> set[fx.Node]:
         """The nodes that exist after this round."""
-        sums = {reduction.node for each in self.sums for reduction in each.reductions}
-        return {*self.ends, *self.small, *sums}
+        return {*self.ends, *self.small, *(each.node for each in self.reductions)}
+
+    @property
+    def sums_last(self) -> bool:
+        """Tells whether a pass adds something up while it writes."""
+        return any(isinstance(each, AxisPass) and bool(each.summed) for each in self.passes)
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """The reductions that passes compute, those that they add up while they write at last."""
+        found = [reduction for each in self.sums for reduction in each.reductions]
+        return (*found, *(each for one in self.passes if isinstance(one, AxisPass) for each in one.summed))
 
 
 @dataclass
@@ -132,7 +125,7 @@ class Divided:
     @property
     def reductions(self) -> tuple[fx.Node, ...]:
         """The sums and means over space that passes compute, in order."""
-        return tuple(found.node for each in self.rounds for sums in each.sums for found in sums.reductions)
+        return tuple(found.node for each in self.rounds for found in each.reductions)
 
     @property
     def left_names(self) -> tuple[str, ...]:
@@ -181,6 +174,8 @@ class _Sorted:
         if writes(node) and (used or along):
             self.left.append(node)
             return
+        if (used or along) and self.axes.add_sum(node, self.elements):
+            return
         level = max([*(self.elements.get(each, self.small.get(each, 0)) for each in inputs), 0])
         if not along:
             if not used and is_expanded_vector(node, self.full):
@@ -194,7 +189,7 @@ class _Sorted:
             if is_pointwise(node, self.elements, self.full, lambda each, shape: self._operand(each, shape, kind)):
                 self.elements[node] = level
                 return
-            if used and (reduction := _reduction(node, self.full)) is not None and used == inputs:
+            if used and (reduction := reduction_of(node, self.full)) is not None and used == inputs:
                 self.reductions[node] = reduction, level
                 self.small[node] = level + 1
                 return
@@ -377,7 +372,7 @@ def _round(state: _State, starts: tuple[fx.Node, ...], full: Shape, refused: set
         left = [node for node in nodes if node in again or node in set(found.left)]
         ends = {each for node in (*left, output) for each in node.all_input_nodes} - again
     ends -= {*starts, *state.known}
-    held = [node for node in nodes if node in ends and node not in found.small]
+    held = [node for node in nodes if node in ends and node not in found.small and node not in axes.summed]
     held = [node for node in held if found.holds(node)]
     unfit = {node for node in held if not _writable(node) or _is_start(node, starts)}
     held = [node for node in held if node not in unfit]
@@ -391,8 +386,14 @@ def _round(state: _State, starts: tuple[fx.Node, ...], full: Shape, refused: set
         else:
             sums.append(Sums(some, launch))
     passes: list[Pass] = []
+    summed = [each for each in axes.summed.values() if each.node in needed]
+    with_sums = next((node for node in held if summed and node in axes.late), None)
+    unfit.update(each.node for each in summed if with_sums is None)
     for node in held:
-        one = _pass(node, found, starts)
+        one = _pass(node, found, starts, summed if node is with_sums else ())
+        if one is None and node is with_sums:
+            unfit.update(each.node for each in summed)
+            continue
         if one is None:
             unfit.add(node)
         else:
@@ -437,8 +438,8 @@ def _is_start(node: fx.Node, starts: tuple[fx.Node, ...]) -> bool:
     return node in starts and meta(node).dtype is kind
 
 
-def _pass(node: fx.Node, found: _Sorted, starts: tuple[fx.Node, ...]) -> Pass | None:
-    """Returns the pass that writes a node, or None if it has too many operands."""
+def _pass(node: fx.Node, found: _Sorted, starts: tuple[fx.Node, ...], summed: Sequence[Reduction]) -> Pass | None:
+    """Returns the pass that writes a node and adds up sums, or None if it has too many operands."""
     if found.gathers.holds(node):
         gather = found.gathers.program(node, starts, found.elements)
         return gather if _fits(gather.wholes, gather.vectors, (gather.expression,)) else None
@@ -446,8 +447,8 @@ def _pass(node: fx.Node, found: _Sorted, starts: tuple[fx.Node, ...]) -> Pass | 
         pool = found.pools.program(node, starts, found.elements)
         return pool if _fits(pool.wholes, pool.vectors, (pool.before, pool.after)) else None
     if found.axes.holds(node):
-        axis = found.axes.program(node, starts, found.elements)
-        return axis if axis is not None and _fits(axis.wholes, axis.vectors, (axis.program,)) else None
+        axis = found.axes.program(node, starts, found.elements, summed)
+        return axis if axis is not None and _fits(axis.wholes, axis.vectors, (axis.program, *axis.sums)) else None
     launch = _launch([node], starts, found.elements, found.full)
     return Written(node, launch) if launch is not None and meta(node).dtype in FLOATS else None
 
@@ -494,21 +495,3 @@ def _needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found
-
-
-def _reduction(node: fx.Node, full: Shape) -> Reduction | None:
-    """Returns a reduction of an element node over all of space, and of leading dimensions perhaps; else None."""
-    packet = packet_of(node)
-    extreme = {aten.amax: "Largest", aten.amin: "Smallest"}.get(packet, "")
-    if (packet not in (aten.sum, aten.mean) and not extreme) or len(node.all_input_nodes) != 1:
-        return None
-    if not isinstance(node.meta.get("val"), torch.Tensor) or meta(node).dtype not in (*FLOATS, torch.int64):
-        return None
-    viewed = shape_of(node.all_input_nodes[0])
-    rows = rows_of(viewed, full)
-    given = node.args[1] if len(node.args) > 1 else None
-    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else []
-    dims = [dim % len(viewed) for dim in listed] or list(range(len(viewed)))
-    if rows is None or any(dim not in dims and viewed[dim] > 1 for dim in range(rows, len(viewed))):
-        return None
-    return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean, extreme)

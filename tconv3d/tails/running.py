@@ -218,6 +218,8 @@ def run_rounds(
         _run_round(number, each, x, env, formed, left, kept, between, runner)
     if not divided.rounds:
         left.finish(env)
+    elif divided.rounds[-1].sums_last:
+        between.fill((len(divided.rounds), 0), [], x, env, left, runner)
     compute(divided.left, env)
 
 
@@ -235,18 +237,21 @@ def _run_round(
     for place, each in enumerate(rounds.sums):
         (vectors,) = between.fill((number, place), [each.launch.vectors], x, env, left, runner)
         expressions = tuple(expression.cpp for expression in each.launch.expressions)
-        wholes = [_as_read(x, env[node]) for node in each.launch.wholes]
+        wholes = [_as_read(x, formed[node] if node in formed else env[node]) for node in each.launch.wholes]
         if extreme := each.reductions[0].extreme:
             (found,) = axis_executor.extreme(x, extreme, expressions[0], vectors, wholes, runner)
             env[each.reductions[0].node] = finished(each.reductions[0], found)
         else:
-            sums = tail_executor.sums(x, expressions, vectors, wholes, runner)
-            left.add_sums(f"sums {number} {place}", sums, each.reductions)
+            parts = tail_executor.sums(x, expressions, vectors, wholes, runner)
+            left.add_sums(f"sums {number} {place}", parts, each.reductions)
     at = number, len(rounds.sums)
     every = between.fill(at, [vectors_of(one) for one in rounds.passes], x, env, left, runner)
     for one, vectors in zip(rounds.passes, every, strict=True):
         overwrite = not keep and one is rounds.passes[-1]
-        _keep(one, _run_pass(one, x, vectors, env, overwrite, runner), env, formed)
+        y, sums = _run_pass(one, x, vectors, env, formed, overwrite, runner)
+        _keep(one, y, env, formed)
+        if sums is not None and isinstance(one, AxisPass):
+            left.add_axis_sums(f"sums along {number}", sums, one, env)
 
 
 def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
@@ -255,23 +260,26 @@ def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
     formed[one.node], env[one.node] = y, y if y.shape == shape else y.reshape(shape)
 
 
-def _run_pass(one: Pass, x: Tensor, vectors: Tensor | None, env: Env, overwrite: bool, runner: Runner) -> Tensor:
+def _run_pass(
+    one: Pass, x: Tensor, vectors: Tensor | None, env: Env, formed: Env, overwrite: bool, runner: Runner
+) -> tuple[Tensor, Tensor | None]:
     dtype = one.node.meta["val"].dtype
     listed = one.launch.wholes if isinstance(one, Written) else one.wholes
-    wholes = [_as_read(x, env[node]) for node in listed]
+    wholes = [_as_read(x, formed[node] if node in formed else env[node]) for node in listed]
     if isinstance(one, Written):
         expression = one.launch.expressions[0].cpp
-        return tail_executor.evaluate(x, expression, vectors, wholes, dtype, overwrite, runner)
+        return tail_executor.evaluate(x, expression, vectors, wholes, dtype, overwrite, runner), None
     if isinstance(one, PoolPass):
         how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
-        return pool_executor.run(x, *how, vectors, wholes, dtype, runner)
+        return pool_executor.run(x, *how, vectors, wholes, dtype, runner), None
     if isinstance(one, GatherPass):
         indices = None if one.indices is None else env[one.indices]
         pool = env[one.grad], indices, one.windows
-        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype, runner)
+        return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype, runner), None
     program = one.program.cpp, one.sweeps, one.each
     sides = _placed(one, env, x), _along(one, env, x)
-    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner)
+    sums = tuple(each.cpp for each in one.sums)
+    return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner, sums)
 
 
 def captured_in(graph: fx.GraphModule) -> Env:

@@ -248,7 +248,7 @@ def _over_channels(u: fx.Node, divided: Divided, nodes: list[fx.Node]) -> AxisPa
     first = divided.rounds[0]
     if first.sums or len(first.passes) != 1 or not isinstance(one := first.passes[0], AxisPass):
         return None
-    if one.dims != {1} or one.vectors or one.wholes or one.placed or one.along:
+    if one.dims != {1} or one.vectors or one.wholes or one.placed or one.along or one.summed:
         return None
     needed = {each for node in (*first.left, nodes[-1]) for each in node.all_input_nodes}
     needed |= {each.value for each in divided.rounds[1:]}

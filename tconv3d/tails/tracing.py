@@ -23,7 +23,9 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .permuting import straighten
+from .pointwise import inserted, meta
 
 aten = torch.ops.aten
 
@@ -34,6 +36,7 @@ Tail = Callable[..., Any]
 # While PyTorch traces, it replaces methods of all modules, in all threads, and cannot trace in two threads at once.
 one_at_a_time = threading.RLock()
 
+STRIDES = "strides"  # the entry of a graph's `meta`: the strides of its result as PyTorch's operators return it
 SWITCHES_GRADIENTS = "switches_gradients"  # the entry of a graph's `meta`: whether the tail contains `torch.no_grad`
 
 # Operators that are replaced by arithmetic: activations, norms, and shorthands.
@@ -98,7 +101,7 @@ def _layer_norm(
         result = result * weight
     if bias is not None:
         result = result + bias
-    return result.to(input.dtype), mean, rstd
+    return result.to(input.dtype).contiguous(), mean, rstd  # PyTorch's operator returns no other layout
 
 
 def _variance(
@@ -277,6 +280,10 @@ def trace(
     _drop_single(graph)
     join_means(graph)
     _name_logic(graph)
+    result = next(node for node in graph.nodes if node.op == "output").args[0]
+    value = meta(result) if isinstance(result, fx.Node) else None
+    traced.meta[STRIDES] = value.stride() if isinstance(value, Tensor) else None
+    straighten(graph)
     graph.eliminate_dead_code()
     traced.recompile()
     traced.meta[SWITCHES_GRADIENTS] = switches.seen
@@ -468,17 +475,6 @@ def without_variances(graph: fx.Graph, kept: Sequence[fx.Node], but: Container[s
             user.replace_all_uses_with((variance, mean)[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-def inserted(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], options: Mapping[str, Any] | None = None
-) -> fx.Node:
-    """Inserts an operator with its shape and type."""
-    node = graph.call_function(target, args, dict(options or {}))
-    values = fx.node.map_arg(args, lambda each: each.meta["val"])
-    with next(value for value in tree_leaves(values) if isinstance(value, FakeTensor)).fake_mode:
-        node.meta["val"] = target(*values, **(options or {}))
-    return node
 
 
 def is_random(node: fx.Node) -> bool:

@@ -81,10 +81,10 @@ _CASTS = frozenset(("to", "type_as", "float", "double", "half", "bfloat16"))
 # Operators that tails hold, and whose result may be their first operand or a view of it.
 _HELD_VIEWS = _words("""
     view reshape flatten unflatten squeeze unsqueeze expand expand_as view_as reshape_as contiguous broadcast_to
-    positive pos identity detach
+    positive pos identity detach permute transpose movedim moveaxis swapaxes swapdims
     """)
 _OTHER_VIEWS = _words("""
-    permute transpose movedim moveaxis swapaxes swapdims t mT narrow select chunk split tensor_split unbind pad
+    t mT narrow select chunk split tensor_split unbind pad
     diagonal unfold repeat_interleave tile cpu cuda real
     """)
 _SIZES = _words("size dim ndimension numel stride is_contiguous element_size is_floating_point get_device")

@@ -212,6 +212,34 @@ def test_autocast(inside: bool, said: Callable[[], list[str]]) -> None:
     assert len(said()) == 2 and all(": fused" in each for each in said())
 
 
+class NormedChannels(nn.Module):
+    """A norm over channels, for which they come last for a moment, and what the caller gets of it."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.up, self.norm, self.back = nn.ConvTranspose3d(4, 8, 2, stride=2), nn.LayerNorm(8), back
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.up(x).permute(0, 2, 3, 4, 1))
+        return F.gelu(y.permute(0, 4, 1, 2, 3)) if self.back else y.view(x.shape[0], -1, 8)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_norm_over_channels_that_come_last(back: bool, said: Callable[[], list[str]]) -> None:
+    model = NormedChannels(back)
+    x = operands()[0]
+    for each in (x, x.contiguous(memory_format=torch.channels_last_3d)):
+        compare(compiled(model), model, (each,))
+        fused = " -> gelu: fused" if back else ": not fused, PyTorch computes permute"
+        assert said()[-1].startswith(f"conv -> layer_norm{fused}")
+    tail = fx.symbolic_trace(lambda z: F.layer_norm(z.permute(0, 2, 3, 4, 1), (8,)).permute(0, 4, 1, 2, 3)).graph
+    text = programs.write(tail, (), frozenset(), (), None)
+    settings = [2, 2, 2], [0, 0, 0], [0, 0, 0], 1, [1, 1, 1]
+    with tconv3d.use_backend("emulator"):
+        given = x, model.up.weight.detach(), None, [], [], text, *settings
+        torch.library.opcheck(torch.ops.tconv3d.chain.default, given, test_utils="test_faketensor")
+
+
 def test_changed_weights_are_seen_in_evaluation() -> None:
     """Vectors that come from parameters are kept between calls."""
     model = nn.Sequential(nn.ConvTranspose3d(4, 8, 2, stride=2), nn.BatchNorm3d(8), nn.ReLU()).eval()

@@ -89,9 +89,16 @@ def evaluated(
 
 
 def along_axis(
-    text: str, x: Tensor, dims: frozenset[int], vectors: Any, wholes: Sequence[Tensor], placed: Any, along: Any
+    text: str,
+    x: Tensor,
+    dims: frozenset[int],
+    vectors: Any,
+    wholes: Sequence[Tensor],
+    placed: Any,
+    along: Any,
+    summed: str = "",
 ) -> Tensor:
-    """Returns what a program along an axis of x, [N, C, D, H, W], computes."""
+    """Returns what a program along an axis of x, [N, C, D, H, W], computes, or what is `summed` over positions."""
     over = sorted(dims)
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     order = axis_executor.memory_order(x)
@@ -117,6 +124,8 @@ def along_axis(
             found = WAYS[way[0].name](found, over, shape).to(x.dtype).expand(x.shape)
         bound[first] = found
         first += 1
+    if summed:
+        return value(parsed(summed))
     found = value(final.operands[0])
     return found if final.name == "EachElement" else found[tuple(slice(0, size) for size in shape)]
 
@@ -184,10 +193,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def along(
         x: Tensor, dims: frozenset[int], program: str, sweeps: int, each: bool, vectors: Any, wholes: Any,
-        placed: Any, sides: Any, dtype: torch.dtype, overwrite: bool, runner: Any,
-    ) -> Tensor:  # fmt: skip
+        placed: Any, sides: Any, dtype: torch.dtype, overwrite: bool, runner: Any, sums: tuple[str, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         called.append("axis")
-        return along_axis(program, x, dims, vectors, wholes, placed, sides).to(dtype).clone()
+        parts = [along_axis(program, x, dims, vectors, wholes, placed, sides, each) for each in sums]
+        over = [dim for dim in range(1 if dims == {1} else 0, 5) if dim not in dims]
+        batch = x.shape[0] if dims == {1} else 1
+        added = [each.sum(over).reshape(batch, -1, 1).to(statistics_dtype(x.dtype)) for each in parts]
+        y = along_axis(program, x, dims, vectors, wholes, placed, sides).to(dtype).clone()
+        return y, torch.stack(added, -1) if added else None
 
     monkeypatch.setattr(executor, "forward", forward)
     monkeypatch.setattr(axis_executor, "run", along)

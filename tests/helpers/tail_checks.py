@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from layers import poisoned
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import tconv3d
 from tconv3d.api.fuse import FusedTail
+from tconv3d.tails.pools import PoolPass
 
 C = 8  # channels of the convolution's result
 LAST = torch.channels_last_3d
@@ -73,6 +74,39 @@ def check_gradients(model: FusedTail, x: Tensor, factor: float = 1.0) -> None:
         found = torch.autograd.grad(ours, [x, *model.parameters()], grad)
     for one, other in zip((ours.detach(), *found), (exact.detach(), *wanted), strict=True):
         close(one, other, factor, 0.3)  # the gradient of what a norm or a softmax removes is 0
+
+
+def moved(model: FusedTail, x: Tensor) -> float:
+    """Returns what the passes of a training step read and write, in volumes of the convolution's result.
+
+    Its statistics and its own kernels do not count, and PyTorch must run nothing of the size of a volume.
+    """
+    with tconv3d.use_backend("emulator"):
+        model.report(x.requires_grad_())
+    (kind,) = model._kinds._met.values()
+    (recorded,) = kind._recorded.values()
+    z = next(iter(recorded.plain.graph.graph.nodes))
+    found = 0.0
+    for divided in (recorded.plain.rounds, recorded.gradient.rounds):
+        assert all(_bytes(node) * 8 <= _bytes(z) for node in divided.left)
+        for one in divided.rounds:
+            for each in (*one.sums, *one.passes):
+                found += _bytes_of_pass(each, one.value)
+    return found / _bytes(z)
+
+
+def _bytes(node: fx.Node) -> int:
+    value: Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _bytes_of_pass(one: Any, value: fx.Node) -> int:
+    launch = getattr(one, "launch", one)
+    nodes = [*launch.wholes, *getattr(one, "placed", ())]
+    nodes += [getattr(one, name, None) for name in ("node", "grad", "indices")]
+    if isinstance(one, PoolPass) or "Value" in str(getattr(launch, "expressions", one)):
+        nodes.append(value)
+    return sum(_bytes(node) for node in nodes if node is not None)
 
 
 def _listed(value: Any) -> tuple[Tensor, ...]:

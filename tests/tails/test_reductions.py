@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tail_checks import LAST, C, check_gradients, check_values, fused, operand
+from layers import poisoned
+from tail_checks import LAST, C, check_gradients, check_values, close, fused, moved, operand
 from torch import Tensor, nn
 
 import tconv3d
+from tconv3d.families.norm import axis as axis_plan
 from tconv3d.planning import planner
 from tconv3d.tails.tracing import trace
+from tconv3d.torch_ops import axis_executor
 
 Z = Callable[[Tensor], Any]
 TAILS: dict[str, Z] = {
@@ -60,16 +63,22 @@ def in_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over channels as networks write it, or over the last dimension."""
+    """LayerNorm over the last dimension, or over channels in three of the ways in which networks write it."""
 
-    def __init__(self, channels: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.randn(C if channels else 9)) for _ in range(2))
-        self.channels = channels
+        random = torch.Generator().manual_seed(2)
+        length = 9 if way == "last" else C
+        self.weight, self.bias = (nn.Parameter(torch.randn(length, generator=random)) for _ in range(2))
+        self.way = way
 
     def forward(self, z: Tensor) -> Tensor:
-        if not self.channels:
+        if self.way == "last":
             return F.layer_norm(z, (9,), self.weight, self.bias)
+        if self.way == "permuted":
+            return F.layer_norm(z.permute(0, 2, 3, 4, 1), (C,), self.weight, self.bias).permute(0, 4, 1, 2, 3)
+        if self.way == "transposed":
+            return F.layer_norm(z.transpose(1, -1), (C,), self.weight, self.bias).transpose(-1, 1)
         mean = z.mean(1, keepdim=True)
         variance = (z - mean).pow(2).mean(1, keepdim=True)
         shape = (C, 1, 1, 1)
@@ -87,12 +96,40 @@ def test_values(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
-@pytest.mark.parametrize("channels", [True, False])
-def test_layer_norm(channels: bool, layout: torch.memory_format) -> None:
+@pytest.mark.parametrize("way", ["last", "by hand", "permuted", "transposed"])
+def test_layer_norm(way: str, layout: torch.memory_format) -> None:
     x = operand(torch.float32, layout)
-    report = check_values(fused(LayerNorm(channels)), x)
+    report = check_values(fused(LayerNorm(way)), x)
     assert len(report.passes) == 1 and not report.pytorch
-    check_gradients(fused(nn.Sequential(LayerNorm(channels), nn.SiLU())), x, 20)
+    model = fused(nn.Sequential(LayerNorm(way), nn.SiLU()))
+    check_gradients(model, x, 20)
+    assert moved(model, x) == 5  # z read and the result written; z and a gradient read, and a gradient written
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("dims", [{0}, {1}, {4}, {3, 4}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums_over_positions(
+    dtype: torch.dtype, dims: set[int], layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks add up x and x times the sum of its axis, for every place along the axis."""
+    monkeypatch.setattr(axis_plan, "LEAST_UNITS", 1)  # so that few positions are enough
+    x = torch.randn((3, 8, 9, 20, 40), generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = x.contiguous(memory_format=layout)
+    step = "tconv3d::Reduced<tconv3d::Adding, tconv3d::Value>"
+    centred = "tconv3d::Difference<tconv3d::Value, tconv3d::Local<0>>"
+    program = f"tconv3d::AxisProgram<tconv3d::EachElement<{centred}>, tconv3d::Then<{step}, tconv3d::Done>>"
+    sums = ("tconv3d::Value", "tconv3d::Product<tconv3d::Value, tconv3d::Local<0>>")
+    axis = frozenset(dims)
+    with tconv3d.use_backend("emulator"), poisoned():
+        y, found = axis_executor.run(x, axis, program, 2, True, None, (), None, None, dtype, False, sums=sums)
+    wide = x.double()
+    total = wide.sum(sorted(dims), keepdim=True)
+    close(y, wide - total)
+    assert found is not None and (found.shape[2] > 1 or dims == {3, 4})
+    over = [dim for dim in range(dims == {1}, 5) if dim not in dims]
+    for place, each in enumerate((wide, wide * total)):
+        close(found.sum(2)[..., place], each.sum(over).reshape(found.shape[0], -1))
 
 
 @pytest.mark.parametrize("name", [name for name in TAILS if "index" not in name and "adaptive" not in name])
@@ -127,7 +164,7 @@ def test_gradients_of_what_follows_a_norm(name: str, norm: nn.Module) -> None:
     wide = name == "softmax" or isinstance(norm, nn.BatchNorm3d)
     dtype, layout = (torch.float32, LAST) if wide else (torch.bfloat16, torch.contiguous_format)
     model, x = fused(Behind(copy.deepcopy(norm), name), dtype), operand(dtype, layout)
-    check_gradients(model, x, 20 if dtype == torch.float32 else 12)
+    check_gradients(model, x, 30 if dtype == torch.float32 else 12)
     with tconv3d.use_backend("emulator"):
         texts = model.report(x.requires_grad_()).gradients
     assert sum("backward in one pass" in text for text in texts) <= 4 and not any("PyTorch" in text for text in texts)

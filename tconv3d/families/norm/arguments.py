@@ -83,6 +83,7 @@ AXIS_PASS = Arguments(
     "axis_pass",
     x=CONST_POINTER("The tensor, [outer][length][inner]."),
     y=POINTER("The result: of the shape of x, or [outer][inner]."),
+    sums=POINTER("[batch or 1][length][slots][expressions]: the sums over the positions of every block, or null."),
     **_TAIL,
     placed=CONST_POINTER("[operands][outer][inner]: numbers that are constant along the axis."),
     along=CONST_POINTER("[operands][length]: numbers that depend on the place along the axis alone."),
@@ -93,7 +94,9 @@ AXIS_PASS = Arguments(
         "axis, places of a channel."
     ),
     rows=INT64("Batch items times channels."),
+    slots=INT64("Blocks that add up the positions of a batch item, or of all."),
     length=INT32("Length of the axis."),
+    held_bytes=INT32("Shared memory that holds columns."),
     channels=INT32("Channels."),
 )
 _POOL = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,8 @@ from .arguments import AXIS_PASS
 THREADS = 256  # per block, if what a block holds in shared memory leaves room for several blocks
 LEAST_THREADS = 32
 BLOCK_BYTES = 72 << 10  # shared memory of a block of which three fit a multiprocessor of an H200
+SUMMING_BLOCKS = 4  # blocks per multiprocessor that add up positions
+LEAST_UNITS = 4  # positions of a thread that adds them up, at least, where a tensor has so many
 LANES = 32  # threads that share a row, at most
 
 
@@ -31,6 +34,21 @@ class Axis:
     channels_last: bool
     dtype: str
     aligned: bool  # the addresses of all tensors are multiples of 16 bytes
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a position."""
+        return min(LANES, power_of_two_up(-(-self.length // self.vector))) if self.rows else 1
+
+    @property
+    def count(self) -> int:
+        """Threads that all positions take."""
+        return self.outer * self.lanes if self.rows else self.outer * (self.inner // self.vector)
+
+    @property
+    def items(self) -> int:
+        """Batch items whose positions are added up apart from others."""
+        return self.batch if self.is_channels else 1
 
     @property
     def rows(self) -> bool:
@@ -58,14 +76,14 @@ class AxisProblem:
     placed: int
     alongs: int
     result: str  # element type
+    sums: tuple[str, ...] = ()  # expressions that are added up over positions
 
 
 @lru_cache(maxsize=1024)
 def plan_axis(p: AxisProblem, device: Device) -> Plan:
     a = p.axis
-    lanes = min(LANES, power_of_two_up(-(-a.length // a.vector))) if a.rows else 1
-    threads, held = _held(p, device)
-    count = a.outer * lanes if a.rows else a.outer * (a.inner // a.vector)
+    threads, held, summed = _block(p, device)
+    slots = slots_of(a, device) if p.sums else 1
     constants: Constants = (
         ("Scalar", SCALARS[a.dtype]),
         ("Acc", accumulator(a.dtype)[0]),
@@ -75,23 +93,26 @@ def plan_axis(p: AxisProblem, device: Device) -> Plan:
         ("kAxisIsChannels", a.is_channels),
         ("kAxisIsBatch", a.is_batch),
         ("kRows", a.rows),
-        ("kLanes", lanes),
+        ("kLanes", a.lanes),
         ("kHeld", held > 0),
         ("Program", p.program),
+        ("Sums", expression_list(p.sums)),
         ("kVectors", p.vectors),
         ("kWholes", p.wholes),
         ("kPlaced", p.placed),
         ("kAlongs", p.alongs),
     )
     launch = AXIS_PASS.launch(
-        -(-count // threads),
+        slots * a.items if p.sums else -(-a.count // threads),
         threads,
         constants,
-        shared_bytes=held,
+        shared_bytes=held + summed,
         outer=a.outer,
         inner=a.inner,
         lead=a.lead,
         rows=a.batch * a.channels,
+        slots=slots,
+        held_bytes=held,
         length=a.length,
         channels=a.channels,
     )
@@ -100,16 +121,32 @@ def plan_axis(p: AxisProblem, device: Device) -> Plan:
     return Plan(AXIS_PASS.kernel, why, (launch,))
 
 
-def _held(p: AxisProblem, device: Device) -> tuple[int, int]:
-    """Returns the threads of a block, and the bytes of shared memory that hold what they have read; 0 for none."""
+def slots_of(a: Axis, device: Device) -> int:
+    """Returns the blocks that add up the positions of a batch item, if channels are the axis, or else of all."""
+    units = -(-a.count // a.items // THREADS)
+    return max(1, min(SUMMING_BLOCKS * device.multiprocessors // a.items, units // LEAST_UNITS))
+
+
+def expression_list(expressions: Sequence[str]) -> str:
+    """Returns a list of expressions as a C++ type (expression_list.cuh)."""
+    listed = "tconv3d::NoExpression"
+    for each in reversed(expressions):
+        listed = f"tconv3d::ExpressionList<{each}, {listed}>"
+    return listed
+
+
+def _block(p: AxisProblem, device: Device) -> tuple[int, int, int]:
+    """Returns the threads of a block, and the bytes of shared memory that hold columns and that hold sums."""
     a = p.axis
-    if a.rows or p.sweeps == 1:
-        return THREADS, 0
-    per_thread = a.length * (1 + p.wholes) * a.vector * ITEM_BYTES[a.dtype]
-    for most in (BLOCK_BYTES, device.shared_bytes):
-        threads = THREADS
-        while threads >= LEAST_THREADS:
-            if threads * per_thread <= most:
-                return threads, threads * per_thread
-            threads //= 2
-    return THREADS, 0
+    held = 0 if a.rows or p.sweeps == 1 else a.length * (1 + p.wholes) * a.vector * ITEM_BYTES[a.dtype]
+    # A warp adds up so many places of the axis.
+    numbers = -(-a.length // (a.lanes * a.vector)) * a.vector * 32 if a.rows else a.length
+    summed = numbers * len(p.sums) * accumulator(a.dtype)[1]
+    for per_thread in (held, 0):
+        for most in (BLOCK_BYTES, device.shared_bytes):
+            threads = THREADS
+            while threads >= LEAST_THREADS:
+                if threads * per_thread + threads // 32 * summed <= most:
+                    return threads, threads * per_thread, threads // 32 * summed
+                threads //= 2
+    raise AssertionError(f"sums along an axis of {a.length} do not fit into shared memory")

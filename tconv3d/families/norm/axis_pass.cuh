@@ -8,9 +8,14 @@
 // - Rows (inner = 1): kLanes threads share a position, and a thread has kVector neighbours of the axis. Later
 //   sweeps read the row again, which L1 still holds.
 // Sums are added in a fixed order: along the axis by a thread, then over its lanes.
+//
+// The pass can also add up expressions of the elements over all positions (of a batch item, if channels are
+// the axis), while it stores the result: the gradients of parameters that vary along the axis. A block then
+// has many positions, and leaves its sums in a slot of its own (axis_sums.cuh).
 #pragma once
 
 #include "axis_program.cuh"
+#include "axis_sums.cuh"
 
 namespace tconv3d {
 
@@ -25,6 +30,8 @@ struct AxisPass {
   static constexpr int kFlight = 4;  // vectors whose loads are in flight at a time
   static constexpr int kAlong =
       8;  // whole<kAlong + i>() is operand i that depends on the place along the axis
+  // Threads of a warp add their columns' elements together, so that those without a position go along.
+  static constexpr bool kSumsColumns = C::Sums::kCount > 0 && !C::kRows;
   static_assert(C::kVector * C::kLanes >= 1 && (C::kRows || C::kLanes == 1), "lanes share a row");
   static_assert(!(C::kRows && C::kHeld), "only columns are held in shared memory");
 
@@ -69,8 +76,13 @@ struct AxisPass {
   long long row;           // batch item * channels + channel, of the first element of the axis
   Number numbers[kOwn][kNumbers > 0 ? kNumbers : 1];
 
-  __device__ __forceinline__ explicit AxisPass(const Args& all) : args(all) {
-    const long long thread = static_cast<long long>(blockIdx.x) * C::kThreads + threadIdx.x;
+  // The number of threads that all positions take.
+  static __device__ __forceinline__ long long threads(const Args& args) {
+    return args.outer * (C::kRows ? C::kLanes : args.inner / C::kVector);
+  }
+
+  __device__ __forceinline__ AxisPass(const Args& all, long long thread, bool has_position)
+      : args(all), exists(has_position) {
     if constexpr (C::kRows) {
       outer = thread / C::kLanes;
       inner = 0;
@@ -82,8 +94,7 @@ struct AxisPass {
       begin = 0;
     }
     step = C::kRows ? C::kLanes * C::kVector : 1;
-    exists = outer < args.outer;
-    end = exists ? args.length : 0;
+    end = exists || kSumsColumns ? args.length : 0;
     if (!exists) outer = inner = 0;
     const long long lead = outer / args.lead;
     // With channels last and an axis of space the channel is the place in `inner`, which row_of adds.
@@ -193,7 +204,7 @@ struct AxisPass {
     }
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(AxisSums<C>& sums) {
     run_steps<typename Program::Steps, true, C::kPlaced>();
     using Result = typename C::Result;
     using Of = typename Program::Final::Of;
@@ -201,10 +212,14 @@ struct AxisPass {
     if constexpr (Program::Final::kEach) {
       sweep<!Program::Steps::kReduces>([&](int l, const Items& items) {
         Vector<Result, C::kVector> results;
+        Number summed[C::kVector][C::Sums::kCount > 0 ? C::Sums::kCount : 1] = {};
 #pragma unroll
-        for (int v = 0; v < C::kVector; ++v)
+        for (int v = 0; v < C::kVector; ++v) {
           results.at[v] = Narrow<Result>::from(Of::of(element(items, l, v)));
-        *reinterpret_cast<Vector<Result, C::kVector>*>(y + place(l)) = results;
+          if constexpr (C::Sums::kCount > 0) C::Sums::template add<0>(summed[v], element(items, l, v));
+        }
+        if constexpr (C::Sums::kCount > 0) sums.add(l, summed, exists);
+        if (!kSumsColumns || exists) *reinterpret_cast<Vector<Result, C::kVector>*>(y + place(l)) = results;
       });
     } else if (exists && begin == 0) {
       Vector<Result, kOwn> results;
@@ -217,8 +232,21 @@ struct AxisPass {
 
 template <class C>
 __device__ void run(const Args& args) {
-  AxisPass<C> pass(args);
-  pass.run();
+  AxisSums<C> sums(args.length, args.held_bytes);
+  const long long threads = AxisPass<C>::threads(args);
+  if constexpr (C::Sums::kCount == 0) {
+    const long long thread = static_cast<long long>(blockIdx.x) * C::kThreads + threadIdx.x;
+    AxisPass<C>(args, thread, thread < threads).run(sums);
+  } else {
+    const long long items = C::kAxisIsChannels ? args.rows / args.channels : 1, count = threads / items;
+    const long long item = blockIdx.x / args.slots, slot = blockIdx.x % args.slots;
+    for (long long at = slot * C::kThreads; at < count; at += args.slots * C::kThreads) {
+      const long long thread = at + threadIdx.x;
+      AxisPass<C>(args, item * count + thread, thread < count).run(sums);
+    }
+    sums.store(static_cast<typename C::Acc*>(args.sums) + item * args.length * args.slots * C::Sums::kCount,
+               args.slots, slot);
+  }
 }
 
 }  // namespace tconv3d

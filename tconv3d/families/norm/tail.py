@@ -8,6 +8,7 @@ from functools import lru_cache
 from ...planning.arguments import Arguments
 from ...planning.problem import Device, Plan
 from .arguments import TAIL_PASS, TAIL_SUMS
+from .axis import expression_list
 from .planner import FLIGHT, Activation, Strips
 
 
@@ -32,9 +33,7 @@ def plan_pass(p: TailProblem, result: str, device: Device) -> Plan:
 def plan_sums(p: TailProblem, device: Device) -> tuple[Plan, int]:
     """Returns the plan of a pass that sums expressions, and the slots of every channel of a batch item."""
     strips = Strips.of(p.activation, device)
-    listed = "tconv3d::NoExpression"
-    for each in reversed(p.expressions):
-        listed = f"tconv3d::ExpressionList<{each}, {listed}>"
+    listed = expression_list(p.expressions)
     return _plan(TAIL_SUMS, p, strips, len(p.expressions), ("Expressions", listed)), strips.slots
 
 
