@@ -78,13 +78,13 @@ class FusedChain(FusedTail):
     def _watched(self) -> bool:
         return False  # the plan has looked
 
-    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
-        """Returns what a call runs. When many sizes have come, a new one runs unfused until it comes again.
+    def _why_new(self, input: Tensor, extra: tuple[Any, ...], state: Any) -> str | None:
+        """Returns why a call is not fused that would have to be traced. A new size runs unfused until it comes again.
 
-        That is for inference: a checkpoint must record the same when a call is repeated.
+        That is for inference, when many sizes have come: a checkpoint must record the same when a call is repeated.
         """
         # A number that a forward reads out of a tensor is a constant of the trace and of its kernels.
-        state = self._state(), *(each for each in extra if type(each) is float)
+        state = state, *[each for each in extra if type(each) is float]
         if state not in self._states:
             if len(self._states) >= MOST_STATES:
                 return "tensors or numbers of the tail are new in every call"
@@ -95,7 +95,7 @@ class FusedChain(FusedTail):
             self._sizes.add(input.shape)
             if len(self._sizes) > MANY_SIZES:
                 return "the size is new"
-        return super()._kind(input, extra)
+        return None
 
     def _state(self) -> Any:
         state: list[Any] = [state_of(part) for part in self._parts]

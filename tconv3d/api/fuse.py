@@ -8,9 +8,10 @@ over it, if the whole tail can run so; otherwise the tail runs as it is written.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from ..tails.kinds import Kind, Kinds
 from ..torch_ops import checks, dispatch, executor, ops, problems
 from ..torch_ops.casting import cast_operands
 from ..torch_ops.chain_ops import chain
-from ..torch_ops.checks import convolution_of
+from ..torch_ops.checks import Convolution, convolution_of
 from ..torch_ops.dispatch import recording
 from ..torch_ops.problems import OperandAddresses, Tail
 from .captures import captures
@@ -69,6 +70,11 @@ class FuseReport:
         return [*found, *(f"if gradients are recorded, {text}" for text in self.gradients)]
 
 
+_NOTHING = contextlib.nullcontext()
+
+Call: TypeAlias = tuple[Kind, Tensor, Tensor | None, Convolution]  # what a call runs: weight, bias and settings
+
+
 class FusedTail(nn.Module):
     """Runs a transposed convolution and its tail, fused where that is possible."""
 
@@ -83,15 +89,14 @@ class FusedTail(nn.Module):
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
         if torch.compiler.is_compiling():
             return self._compiled(input, *extra)
-        kind = self._kind(input, extra)
-        if isinstance(kind, str):
+        call = self._call(input, extra)
+        if isinstance(call, str):
             return self._unfused(input, *extra)
-        weight, bias, *settings = arguments(self.convolution, input, None)
-        convolution = convolution_of(*settings)
+        kind, weight, bias, convolution = call
         passed = [each for each in extra if isinstance(each, Tensor)]
         try:
             if not recording(input, weight, bias, *passed, *kind.captured):
-                with torch.no_grad():
+                with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
                     operands = cast_operands(input, weight, bias, keep=True)
                     return kind.prepared.run(*operands, convolution, extra, (weight, bias))
             self._kinds.forget_constants()
@@ -110,13 +115,23 @@ class FusedTail(nn.Module):
             return self._unfused(input, *extra)
         return self.tail(conv_transpose3d(input, *arguments(layer, input, None)), *extra)
 
-    def _kind(self, input: Tensor, extra: tuple[Any, ...]) -> Kind | str:
-        """Returns what a call runs, or why it is not fused."""
-        why = self._why_not(input, extra)
+    def _call(self, input: Tensor, extra: tuple[Any, ...]) -> Call | str:
+        """Returns what a call runs and the operands besides the input, or why the call is not fused."""
+        layer: Any = self._modules["convolution"]
+        if type(layer) not in (nn.ConvTranspose3d, ConvTranspose3d) or "forward" in layer.__dict__:
+            return "the convolution has a forward of its own"
+        weight, bias, *settings = arguments(layer, input, None)
+        why = self._why_not(input, weight, bias, extra)
         if why is not None:
             return why
-        weight, bias, *settings = arguments(self.convolution, input, None)
-        return self._kinds.find(input, weight, bias, convolution_of(*settings), extra, self._state())
+        convolution, state = convolution_of(*settings), self._state()
+        why = self._why_new(input, extra, state)
+        kind = why or self._kinds.find(input, weight, bias, convolution, extra, state)
+        return kind if isinstance(kind, str) else (kind, weight, bias, convolution)
+
+    def _why_new(self, input: Tensor, extra: tuple[Any, ...], state: Any) -> str | None:
+        """Returns why a call of this kind is not fused, although it could be."""
+        return None
 
     def _unfused(self, input: Tensor, *extra: Any) -> Any:
         return self.tail(self.convolution(input), *extra)
@@ -126,10 +141,10 @@ class FusedTail(nn.Module):
 
         Unless gradients are switched off, what calls that record gradients run is part of the report.
         """
-        kind = self._kind(input, extra)
-        if isinstance(kind, str):
-            return FuseReport("", "", "", (), (), kind)
-        return _report(kind, input, self, extra, executor.device_of(input))
+        call = self._call(input, extra)
+        if isinstance(call, str):
+            return FuseReport("", "", "", (), (), call)
+        return _report(call[0], input, self, extra, executor.device_of(input))
 
     def example_kind(self, input: Tensor, extra: Sequence[Any]) -> Kind | str:
         """Returns what a call with tensors of this kind would run, on any device; they may have no data."""
@@ -151,19 +166,16 @@ class FusedTail(nn.Module):
         super().train(mode)
         return self
 
-    def _why_not(self, input: Tensor, extra: tuple[Any, ...]) -> str | None:
-        layer = self.convolution
-        if type(layer) not in (nn.ConvTranspose3d, ConvTranspose3d) or "forward" in layer.__dict__:
-            return "the convolution has a forward of its own"
-        tensors = [input, layer.weight, *([] if layer.bias is None else [layer.bias])]
-        tensors += [each for each in extra if isinstance(each, Tensor)]
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return "a transform or a compiler looks at the call"
-        if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-            return "a mode of PyTorch's dispatcher looks at the call"
+    def _why_not(self, input: Tensor, weight: Tensor, bias: Tensor | None, extra: tuple[Any, ...]) -> str | None:
         if dispatch.in_forward_mode():
             return "derivatives are computed in forward mode"
-        if not all(map(dispatch.is_plain, tensors)):
+        if not dispatch.unchanged_but_cast(input, weight, bias):
+            if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+                return "a transform or a compiler looks at the call"
+            if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+                return "a mode of PyTorch's dispatcher looks at the call"
+            return "a tensor is not plain memory"
+        if not all(dispatch.is_plain(each) for each in extra if isinstance(each, Tensor)):
             return "a tensor is not plain memory"
         if input.dim() != 5 or input.numel() == 0:
             return "the input is no batch of volumes"

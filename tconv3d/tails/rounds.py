@@ -94,6 +94,10 @@ class Rounds:
     left: tuple[fx.Node, ...]
 
     @property
+    def is_empty(self) -> bool:
+        return not (self.sums or self.passes or self.small)
+
+    @property
     def ends(self) -> dict[fx.Node, Shape]:
         """The nodes that passes write, with their shapes of five dimensions."""
         return {each.node: each.shape(self.full) for each in self.passes}

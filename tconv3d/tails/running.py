@@ -182,6 +182,8 @@ class Prepared:
 
 def tail_of(stages: Stages, env: Env, vectors: Tensor | None = None) -> Tail:
     """Returns an epilogue with its operands, laid out as the convolution's result."""
+    if not stages.vectors and not stages.operands.wholes:
+        return stages.tail_alone
     if vectors is None and stages.vectors:
         vectors = _side_by_side(stages, env)
     # The kernel stores its result as it would store z, in whatever layout PyTorch's operators would return it.
@@ -206,6 +208,8 @@ def run_rounds(
     """
     formed: Env = {}  # what passes have written, with five dimensions
     for number, each in enumerate(divided.rounds):
+        if each.is_empty and not left.tensors:
+            continue
         if number == 0 and first is not None:
             between.fill((0, 0), [], first, env, left, runner)
             _keep(each.passes[0], first, env, formed)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -89,7 +90,12 @@ class Stages:
     # The first round if the convolution's kernel may compute it, of the channels of a position: one pass, of u alone.
     over_channels: AxisPass | None = None
 
-    @property
+    @cached_property
+    def tail_alone(self) -> Tail:
+        """The epilogue, if it names no vectors and no whole tensors."""
+        return Tail(self.epilogue.cpp)
+
+    @cached_property
     def reads(self) -> tuple[Read, ...]:
         """How the whole tensors of the epilogue lie in memory, if one of them lies otherwise than the result."""
         like, plain = meta(self.fed), Read(SCALARS[DTYPES[meta(self.fed).dtype]])

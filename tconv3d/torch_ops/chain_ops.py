@@ -53,7 +53,7 @@ def chain(
     passed: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Returns the tensors at the end of the fused part; autograd records one node for all of them."""
-    results: tuple[Tensor, ...] = Chain.apply(
+    results: tuple[Tensor, ...] = _apply(
         passes, convolution, len(passed), input, weight, bias, *passed, *passes.wanted
     )
     return results
@@ -103,6 +103,10 @@ class Chain(torch.autograd.Function):
             return None, None, None, None, None, None, *of_passed, *of_captured
         own = gradients_of(dz, input, weight, ctx.needs_input_grad[3:6], *ctx.call)
         return None, None, None, *own, *of_passed, *of_captured
+
+
+# `apply` of the C++ base class skips the Python code for torch.func, under which no chain runs.
+_apply = super(torch.autograd.Function, Chain).apply
 
 
 def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:

@@ -23,6 +23,7 @@ import tconv3d
 from tconv3d.api import forwards
 from tconv3d.api.fuse import FusedTail
 from tconv3d.runtime.compiler import MissingCompilerError
+from tconv3d.tails.kinds import Kinds
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -312,7 +313,8 @@ def test_parameters_that_are_new_in_every_call_are_not_traced_forever(monkeypatc
     found: list[Any] = []
     monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
     monkeypatch.setattr(forwards, "MOST_STATES", 3)
-    monkeypatch.setattr(FusedTail, "_kind", lambda self, input, extra: found.append(input) or "not here")
+    monkeypatch.setattr(FusedTail, "_why_not", lambda *_: None)
+    monkeypatch.setattr(Kinds, "find", lambda self, input, *_: found.append(input) or "not here")
     model = tconv3d.accelerate(block().eval())
     kept = []
     for _ in range(5):
@@ -325,7 +327,8 @@ def test_many_sizes_are_not_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     found: list[Any] = []
     monkeypatch.setattr(forwards, "current_backend", lambda: "emulator")
     monkeypatch.setattr(forwards, "MANY_SIZES", 2)
-    monkeypatch.setattr(FusedTail, "_kind", lambda self, input, extra: found.append(input.shape[2]) or "not here")
+    monkeypatch.setattr(FusedTail, "_why_not", lambda *_: None)
+    monkeypatch.setattr(Kinds, "find", lambda self, input, *_: found.append(input.shape[2]) or "not here")
     model = tconv3d.accelerate(block().eval())
     with torch.no_grad():
         for size in (1, 2, 3, 4, 1, 4, 3):
