@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -124,6 +125,7 @@ def find(
     _use_results(graph, modules or {}, training)
     known = {node: vocabulary.known(node, modules or {}, training) for node in graph.nodes}
     known.update(dict.fromkeys(convolutions, Known(Kind.FRESH, word="conv_transpose3d")))
+    _hold_gates(graph, modules or {}, known)
     search = _Search(graph, known, memory)
     chains: list[Chain] = []
     alone: dict[fx.Node, str] = {}
@@ -137,6 +139,20 @@ def find(
             chains.append(found)
             search.taken.update(found.nodes)
     return Found(tuple(reversed(chains)), alone)
+
+
+def _hold_gates(graph: fx.Graph, modules: Modules, known: dict[fx.Node, Known]) -> None:
+    """Lets tails hold linear layers and convolutions of numbers per channel, as in squeeze-and-excitation blocks."""
+    behind: dict[fx.Node, bool] = {}  # nodes with such numbers, and whether they are behind a layer
+    for node in graph.nodes:
+        inputs = [each for each in node.all_input_nodes if known[each].kind not in (Kind.SOURCE, Kind.SIZE)]
+        if known[node].held and vocabulary.squeezes(node, modules):
+            behind[node] = False
+        elif inputs and all(each in behind for each in inputs):
+            layer = vocabulary.mixes(node, modules)
+            if known[node].held or layer:
+                behind[node] = layer or any(behind[each] for each in inputs)
+                known[node] = replace_fields(known[node], held=True, inner=behind[node])
 
 
 def _use_results(graph: fx.Graph, modules: Modules, training: bool | None) -> None:
@@ -234,7 +250,7 @@ class _Search:
     def _can_end(self, node: fx.Node) -> bool:
         """Tells whether a chain may end with a node: it computes a tensor that is no view of another one."""
         known = self.known[node]
-        if known.kind is Kind.SIZE or known.returns_tuple:
+        if known.kind is Kind.SIZE or known.returns_tuple or known.inner:
             return False
         if known.kind is Kind.IN_PLACE and not node.users:
             return False  # a statement, after which its operand is used

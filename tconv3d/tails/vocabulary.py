@@ -43,6 +43,7 @@ class Known:
     writes: fx.Node | None = None  # the operand that is written to
     states: frozenset[Any] = frozenset()  # nodes or modules whose running statistics it may update
     returns_tuple: bool = False
+    inner: bool = False  # whether a tail can hold the node only if it holds one behind it, too
 
 
 _SPACES: tuple[Any, ...] = (torch, F, torch._C._nn, operator, torch.special)
@@ -186,6 +187,38 @@ def name_of(kind: type) -> str:
     for word in ("SiLU", "PReLU", "GELU", "CELU", "SELU", "ELU", "ReLU"):
         name = name.replace(word, f"_{word.lower()}")
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").replace("__", "_")
+
+
+# ---- gates: numbers per channel that are computed from means over space, by which every channel is scaled
+
+
+def squeezes(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Tells whether a node leaves one number of every channel's volume."""
+    if node.op == "call_module":
+        module = modules.get(str(node.target))
+        pools = isinstance(module, (nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d))
+        return pools and getattr(module, "output_size", None) in _ONE
+    name = str(node.target) if node.op == "call_method" else _function_name(node)
+    rest = (*node.args[1:], *node.kwargs.values())
+    if name in ("adaptive_avg_pool3d", "adaptive_max_pool3d"):
+        return rest[:1] in [(each,) for each in _ONE]
+    listed = [each for each in rest if isinstance(each, (tuple, list)) and all(isinstance(i, int) for i in each)]
+    return name in ("mean", "amax", "sum") and len(listed) == 1 and sorted(dim % 5 for dim in listed[0]) == [2, 3, 4]
+
+
+def mixes(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Tells whether a node is a linear layer or a convolution, which a tail can hold between numbers per channel."""
+    if node.op == "call_module":
+        return type(modules.get(str(node.target))) in (nn.Linear, nn.Conv3d)
+    return _function_name(node) in ("linear", "conv3d")
+
+
+_ONE = (1, (1, 1, 1), [1, 1, 1])
+
+
+def _function_name(node: fx.Node) -> str:
+    target: Any = node.target
+    return _functions().get(target, "") if node.op == "call_function" and _hashable(target) else ""
 
 
 # ---- modules
