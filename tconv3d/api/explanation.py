@@ -86,8 +86,6 @@ class Explanation:
 def _how_launched(p: PassExplanation) -> str:
     if p.kernel == PYTORCH:
         return "PyTorch launches its own kernels"
-    if p.together and not p.launches:
-        return f"comes with {p.together[0]}"
     together = f" of {', '.join(p.together)} together" if p.together else ""
     launches = f"{p.launches} launch{'' if p.launches == 1 else 'es'}"
     text = f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
@@ -98,7 +96,12 @@ def _how_launched(p: PassExplanation) -> str:
 
 
 def _predicted(p: PassExplanation) -> str:
-    return "" if p.predicted_us is None else f", predicted to take {p.predicted_us:.3g} us"
+    """Says the predicted time of a pass's launches, once for all passes that they compute."""
+    if p.together and not p.launches:
+        return f", comes with {p.together[0]}"
+    others = [name for name in p.together if name != p.name]
+    together = f" together with {' and '.join(others)}" if others else ""
+    return "" if p.predicted_us is None else f", predicted to take {p.predicted_us:.3g} us{together}"
 
 
 def _choice(passes: Sequence[PassExplanation]) -> str:
@@ -113,6 +116,10 @@ def _choice(passes: Sequence[PassExplanation]) -> str:
     return f"{text}, PyTorch's operator {first.pytorch_us:.3g} us" if beside else text
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _lines(e: Explanation) -> list[str]:
     def shape(values: tuple[int, ...]) -> str:
         return " x ".join(map(str, values))
@@ -120,7 +127,7 @@ def _lines(e: Explanation) -> list[str]:
     lines = [
         e.layer,
         f"  input {shape(e.input_shape)} -> output {shape(e.output_shape)}, {e.dtype}, {e.layout} ({e.precision})",
-        f"  {e.taps} taps in {e.phases} phases"
+        f"  {_count(e.taps, 'tap')} in {_count(e.phases, 'phase')}"
         + (f", {e.empty_phases} of them empty: the bias alone" if e.empty_phases else ""),
     ]
     for axis in e.axes:
@@ -130,13 +137,16 @@ def _lines(e: Explanation) -> list[str]:
         )
         lines.append(f"    {axis.name}: " + "; ".join(phases))
     lines += [f"  planned for {e.gpu}, ceilings {e.ceilings}", f"  this call, now: {e.here}"]
+    told: set[tuple[tuple[str, ...], str, str]] = set()  # what was passed over for passes that run together
     for p in e.passes:
+        passed_over = [(name, why) for name, why in p.passed_over.items() if (p.together, name, why) not in told]
+        told |= {(p.together, name, why) for name, why in passed_over if p.together}
         floor = "" if p.floor_ms is None else f", floor {p.floor_ms:.3g} ms ({p.bound_by})"
         lines += [
             f"  {p.name}: {p.kernel} ({p.why}){_predicted(p)}",
             *([f"    {p.measured}"] if p.measured else []),
-            *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
-            f"    {p.tile}; {_how_launched(p)}",
+            *(f"    not {name}: {reason}" for name, reason in passed_over),
+            *([f"    {p.tile}; {_how_launched(p)}"] if p.launches or not p.together else []),
             *([f"    {p.packed}"] if p.packed else []),
             f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
         ]
