@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from layers import Layer, Triple, assert_right, passes, poisoned, tensor_core_error
 from torch import Tensor
 
-from tconv3d import emulator
 from tconv3d.torch_ops import executor
 
 
@@ -41,18 +39,6 @@ def check(
         assert mine.dtype == dtype
         assert_right(f"{name} gradient", mine, exact, tensor_core_error(exact, sum_of_all, dtype))
     return got
-
-
-def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> None:
-    """Checks that the gradients are equal, bit for bit, in whatever order the emulator runs threads."""
-    operands = tensors(layer, dtype, "cpu")
-    first = gradients(layer, *operands)
-    original = emulator.prepare
-    for order in ("reversed", "shuffled:1"):
-        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
-        executor.forget()
-        again = gradients(layer, *operands)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def check_special_value(layer: Layer, device: str, at: Triple, position: Triple, tap: Triple) -> None:

@@ -12,16 +12,15 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, Layer
+from orders import check_orders
 from preferred import only, preferring
 from problems import A100, H200, problem
 from registers import report_of
 from weight_gradients import check, tensors, weight_grad
 
-from tconv3d import emulator
 from tconv3d.families.few_channels import weight_grad as few_weight_grad_planner
 from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass
-from tconv3d.torch_ops import executor
 
 KERNEL = "few_weight_grad"
 
@@ -83,13 +82,8 @@ def test_generated_geometries(layer: Layer, half: bool, last: bool, few: str) ->
 def test_bitwise_reproducible_in_any_order_of_threads(few: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS["many tiles"]
     x, dy = tensors(layer, torch.float32, few)
-    first = weight_grad(layer, x, dy)
-    assert torch.equal(weight_grad(layer, x, dy), first)
-    if few == "cpu":
-        original = emulator.prepare
-        monkeypatch.setattr(emulator, "prepare", lambda launch: original(launch, "shuffled:1"))
-        monkeypatch.setattr(executor, "_tasks", {})
-        assert torch.equal(weight_grad(layer, x, dy), first)
+    assert torch.equal(weight_grad(layer, x, dy), weight_grad(layer, x, dy))
+    check_orders(few, monkeypatch, lambda: [weight_grad(layer, x, dy)])
 
 
 def test_batch_zero(few: str) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from all_gradients import check, check_orders, tensors
+from all_gradients import check, gradients, tensors
 from layers import Layer
+from orders import check_orders
 from preferred import joint_plan, preferring
 from problems import A100, H200, problems
 
-from tconv3d import emulator
 from tconv3d.families.gather import planner as gather
 from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass, Problem, channels_last_strides
@@ -83,11 +83,10 @@ def test_portions(portions: tuple[int, int], gathered: str, monkeypatch: pytest.
     check(layer, BF16, gathered)
 
 
-@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_no_order_of_threads_changes_the_result(gathered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if gathered != "cpu":
-        pytest.skip("the emulator chooses the order")
-    check_orders(LAYERS["nothing whole"], monkeypatch, BF16)
+    layer = LAYERS["nothing whole"]
+    operands = tensors(layer, BF16, gathered)
+    check_orders(gathered, monkeypatch, lambda: gradients(layer, *operands))
 
 
 # ---- The planner's promises.

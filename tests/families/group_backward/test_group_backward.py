@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from all_gradients import tensors
 from ampere import AMPERE
 from layers import UNIT, Layer, passes, poisoned
+from orders import check_orders
 from preferred import preferring
 from problems import A100, H200
 from torch import Tensor
 
-from tconv3d import emulator
 from tconv3d.families.group_backward import planner as group
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
@@ -99,19 +99,10 @@ def test_against_float64(dtype: torch.dtype, name: str, layout: torch.memory_for
         assert all(torch.equal(a, b) for a, b in zip(got[:2], alone, strict=True))
 
 
-@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_no_order_of_threads_changes_the_result(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if hopper != "cpu":
-        pytest.skip("the emulator chooses the order")
     layer = LAYERS["grouped_strided"]
-    operands = tensors(layer, torch.float32, "cpu")
-    first = gradients(layer, *operands, (True, True, True))
-    original = emulator.prepare
-    for order in ("reversed", "shuffled:1"):
-        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
-        executor.forget()
-        again = gradients(layer, *operands, (True, True, True))
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    operands = tensors(layer, torch.float32, hopper)
+    check_orders(hopper, monkeypatch, lambda: gradients(layer, *operands, (True, True, True)))
 
 
 def kernels(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> set[str]:

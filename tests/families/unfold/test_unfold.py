@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from all_gradients import check, check_orders, check_special_value
+from all_gradients import check, check_special_value, gradients, tensors
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Layer, Triple
+from orders import check_orders
 from preferred import joint_plan, preferring
 from problems import A100, H200, problems
 
-from tconv3d import emulator
 from tconv3d.families.unfold import operands as unfold_operands
 from tconv3d.families.unfold import planner as unfold
 from tconv3d.planning import calibration, planner
@@ -158,11 +158,10 @@ def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:
         check(layer, torch.float32, unfolded)
 
 
-@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_no_order_of_threads_changes_the_result(unfolded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if unfolded != "cpu":
-        pytest.skip("the emulator chooses the order")
-    check_orders(LAYERS["two row tiles"], monkeypatch)
+    layer = LAYERS["two row tiles"]
+    operands = tensors(layer, torch.float32, unfolded)
+    check_orders(unfolded, monkeypatch, lambda: gradients(layer, *operands))
 
 
 def test_special_values_stay_in_their_channel(unfolded: str) -> None:

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Layer, Triple, assert_right, passes, poisoned, tensor_core_error
+from orders import check_orders
 from preferred import only, preferring
 from problems import A100, H200
 from torch import Tensor
 
-from tconv3d import emulator
 from tconv3d.families.up import forward as up
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
@@ -178,18 +178,10 @@ def test_parts_of_larger_tensors(only_up: str) -> None:
     check(layer, [_last(x), w.view(16, 2, 2, 2, 8).permute(0, 4, 1, 2, 3)])
 
 
-@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_no_order_of_threads_changes_the_result(only_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if only_up != "cpu":
-        pytest.skip("the emulator chooses the order")
     layer = tiled(monkeypatch, "more stages of K than the ring has", torch.float32)
-    operands = layer.operands(torch.float32, "cpu")
-    first = result(layer, operands)
-    original = emulator.prepare
-    for order in ("reversed", "shuffled:1"):
-        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
-        executor.forget()
-        assert torch.equal(first, result(layer, operands))
+    operands = layer.operands(torch.float32, only_up)
+    check_orders(only_up, monkeypatch, lambda: [result(layer, operands)])
 
 
 def test_special_values_stay_with_their_position(only_up: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from all_gradients import check, check_orders, check_special_value, gradients, tensors
+from all_gradients import check, check_special_value, gradients, tensors
 from layers import Layer
+from orders import check_orders
 from preferred import joint_plan, preferring
 from problems import A100, H200, geometry, problems
 from torch import Tensor
@@ -97,11 +98,10 @@ def test_several_ranges_of_rows(dtype: torch.dtype, together: str, monkeypatch: 
     check(layer, dtype, together, last_tensors("contiguous weight", dtype, together))
 
 
-@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_no_order_of_threads_changes_the_result(together: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if together != "cpu":
-        pytest.skip("the emulator chooses the order")
-    check_orders(LAYERS["lines of two tiles"], monkeypatch)
+    layer = LAYERS["lines of two tiles"]
+    operands = tensors(layer, torch.float32, together)
+    check_orders(together, monkeypatch, lambda: gradients(layer, *operands))
 
 
 def test_special_values_stay_in_their_channel(together: str) -> None:

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 from layers import TABLE, TRAPS, UNIT, Layer, poisoned
+from orders import check_orders
 from preferred import only
 from problems import A100, H200
 from torch import Tensor
 from weight_gradients import check, tensors, weight_grad
 
-from tconv3d import emulator
 from tconv3d.families.weight_grad import hopper as hopper_weight_grad_planner
 from tconv3d.families.weight_grad import hopper_search, hopper_tiling, warps_tiling
 from tconv3d.families.weight_grad import warps as weight_grad_planner
@@ -306,22 +306,13 @@ def test_any_number_of_parts(splits: int, tensor_cores: str, monkeypatch: pytest
         check(LAYERS[name], *tensors(LAYERS[name], torch.float32, tensor_cores))
 
 
-@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
-@pytest.mark.parametrize("order", ["reversed", "shuffled:1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_no_order_of_threads_changes_the_result(
-    order: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if tensor_cores != "cpu":
-        pytest.skip("the emulator chooses the order")
     layer = LAYERS["many tiles"]
-    for dtype in (torch.float32, torch.float16):
-        x, dy = tensors(layer, dtype, "cpu")
-        first = weight_grad(layer, x, dy)
-        with monkeypatch.context() as context:
-            original = emulator.prepare
-            context.setattr(emulator, "prepare", lambda launch, original=original: original(launch, order))
-            context.setattr(executor, "_tasks", {})
-            assert torch.equal(weight_grad(layer, x, dy), first)
+    x, dy = tensors(layer, dtype, tensor_cores)
+    check_orders(tensor_cores, monkeypatch, lambda: [weight_grad(layer, x, dy)])
 
 
 # ---- The planner's promises.
