@@ -213,20 +213,9 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of the launch as the model predicts it."""
-    return Work(1, cycles(problem, device))
-
-
-def plan(problem: Problem, device: Device) -> Plan:
+    """Returns the work of the launch: the cycles of the busiest multiprocessor, up to a third fewer than measured."""
     choice = choose(problem, device)
-    assert choice is not None, "plan() of a problem that why_not() refuses"
-    return plan_tile(*choice, device)
-
-
-def cycles(problem: Problem, device: Device) -> float:
-    """Returns the predicted cycles of the busiest multiprocessor, up to a third fewer than measured."""
-    choice = choose(problem, device)
-    assert choice is not None, "cycles() of a problem that why_not() refuses"
+    assert choice is not None, "work() of a problem that why_not() refuses"
     layout, tile, blocks = choice
     products = layout.steps * layout.block_out / 8
     tiles = -(-tile.count // _walkers(layout, tile, blocks, device))
@@ -237,7 +226,7 @@ def cycles(problem: Problem, device: Device) -> float:
         instructions = MOMENT_SUM * sums + MOMENT_UNIT * layout.units + MOMENT_SET
         sets = layout.taps.phases // layout.together * layout.passes
         each += sets * instructions * WARPS * blocks / ISSUED
-    return START + STAGED * products + max(moving, tiles * each)
+    return Work(1, START + STAGED * products + max(moving, tiles * each))
 
 
 def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
@@ -245,11 +234,12 @@ def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
     return min(tile.count, max(1, device.multiprocessors * blocks // layout.kinds))
 
 
-def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
-    """Returns the plan for a given tile; benchmarks compare such plans."""
-    side = layout.side
+def plan(problem: Problem, device: Device) -> Plan:
+    choice = choose(problem, device)
+    assert choice is not None, "plan() of a problem that why_not() refuses"
+    layout, tile, blocks = choice
+    side, unit, slots = layout.side, layout.moment_unit, 0
     walkers = _walkers(layout, tile, blocks, device)
-    problem, unit, slots = side.problem, layout.moment_unit, 0
     plan = Plan("few_inputs", "tensor cores, K = taps and channels", (), tile=str(tile))
     if unit and problem.norm:
         slots = WARPS * min(tile.count // problem.batch, walkers)

@@ -280,13 +280,6 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def cycles(problem: Problem, device: Device) -> float:
-    """Returns the predicted cycles of the busiest multiprocessor."""
-    tile = tiles(problem, device)[0]
-    walked, _ = _walks(problem, tile, device)
-    return walked * tile.cycles(device) * tile.h * tile.w * tile.blocks(device)
-
-
 PASSES = (Pass.FORWARD,)  # passes that this family computes
 
 
@@ -295,16 +288,14 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of the launch as the model predicts it."""
-    return Work(1, cycles(problem, device))
+    """Returns the work of the launch: the predicted cycles of the busiest multiprocessor."""
+    tile = tiles(problem, device)[0]
+    walked, _ = _walks(problem, tile, device)
+    return Work(1, walked * tile.cycles(device) * tile.h * tile.w * tile.blocks(device))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return plan_tile(problem, device, tiles(problem, device)[0])
-
-
-def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
-    """Returns the plan for a given tile; benchmarks compare such plans."""
+    tile = tiles(problem, device)[0]
     tiles_h, tiles_w, flat = _grid(problem, tile)
     _, planes = _walks(problem, tile, device)
     parts = -(-problem.output_size[0] // planes)

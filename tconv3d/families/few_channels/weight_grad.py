@@ -165,22 +165,11 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of both launches as the model predicts it."""
-    return Work(2, cycles(problem, device))
-
-
-def plan(problem: Problem, device: Device) -> Plan:
+    """Returns the work of both launches: the cycles of the busiest multiprocessor, up to 40% fewer than measured."""
     choice = choose(problem, device)
-    assert choice is not None, "plan() of a problem that why_not() refuses"
-    return plan_tile(*choice, device)
-
-
-def cycles(problem: Problem, device: Device) -> float:
-    """Returns the predicted cycles of the busiest multiprocessor, up to 40% fewer than measured."""
-    choice = choose(problem, device)
-    assert choice is not None, "cycles() of a problem that why_not() refuses"
+    assert choice is not None, "work() of a problem that why_not() refuses"
     layout, tile, blocks = choice
-    return START + TILE * -(-tile.count // _splits(layout, tile, blocks, device))
+    return Work(2, START + TILE * -(-tile.count // _splits(layout, tile, blocks, device)))
 
 
 def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
@@ -191,8 +180,10 @@ def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
     return max(1, min(tile.count, wanted, room))
 
 
-def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
-    """Returns the plan for a given tile; benchmarks compare such plans."""
+def plan(problem: Problem, device: Device) -> Plan:
+    choice = choose(problem, device)
+    assert choice is not None, "plan() of a problem that why_not() refuses"
+    layout, tile, blocks = choice
     side = layout.side
     p = side.problem
     splits = _splits(layout, tile, blocks, device)

@@ -267,7 +267,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
             p,
             device,
             lambda: Work(1, cycles(wanted, device)),
-            lambda: plan_tiling(wanted, device, tiling_of(p, device)),
+            lambda: plan(wanted, device),
             surcharge=calibration.surcharge("gather", device, calibration.kind_of(p)),
         )
     ]
@@ -277,9 +277,9 @@ def _passes(wanted: Wanted) -> tuple[Pass, ...]:
     return (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if Pass.BIAS_GRAD in wanted else ()))
 
 
-def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
-    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
+def plan(problems: Wanted, device: Device) -> Plan:
     p, turned = problems[Pass.INPUT_GRAD], Turned.of(problems)
+    tiling = tiling_of(p, device)
     outputs = p.batch * prod(p.output_size)
     bias_blocks = min(device.multiprocessors, -(-outputs // BIAS_POSITIONS)) if Pass.BIAS_GRAD in problems else 0
     results = {"dx": "dx", "dw": turned.names["dw"], "db": "db"}

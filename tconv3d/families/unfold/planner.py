@@ -349,16 +349,16 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
             p,
             device,
             lambda: Work(3, cycles(o, device, bias)),
-            lambda: plan_tiling(wanted, device, tiling_of(o, device)),
+            lambda: plan(wanted, device),
             least=Work(3, least_cycles(o, device)),  # The bound needs no search for a tiling.
         )
     ]
 
 
-def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
-    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
+def plan(problems: Wanted, device: Device) -> Plan:
     p = problems[Pass.INPUT_GRAD]
     g, o = p.geometry, Operands(p.geometry, p.batch, p.input_size)
+    tiling = tiling_of(o, device)
     bands, first, bias = bands_of(o, device), slices_of(o, device), Pass.BIAS_GRAD in problems
     assert first is not None, "a plan of what why_not_together() refuses"
     slices = [replace(first, operands=band.operands) for band in bands]

@@ -320,12 +320,7 @@ def work(problem: Problem, device: Device) -> Work:
 def plan(problem: Problem, device: Device) -> Plan:
     tiling = choose(problem, device)
     assert tiling is not None, "plan() of a problem that why_not() refuses"
-    return plan_tiling(problem, device, tiling)
-
-
-def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
-    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
-    splits = splits_of(tiling, tiles_of(p), device)
+    p, splits = problem, splits_of(tiling, tiles_of(problem), device)
     why = "every output has one position and one tap: one product, x as it is in memory"
     tile = f"{tiling}, {splits} share the positions"
     size = tiling.kinds * tiling.weight_bytes

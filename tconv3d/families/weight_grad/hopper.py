@@ -167,17 +167,6 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def plan(problem: Problem, device: Device, slices: int = 1) -> Plan:
-    """Returns the plan. With several `slices`, the problem is one of so many equal slices of the batch: each slice
-    has launches of its own, and one launch adds the partial sums of all slices."""
-    layer = layer_of(problem)
-    size, _ = as_walked(problem, layer.at_once)
-    tiling = tiling_of(layer, device, problem.batch, size)
-    made = best_buffers(layer, tiling, size, device.shared_bytes) if tiling else None
-    assert made is not None, "plan() of a problem that why_not() refuses"
-    return plan_buffers(problem, device, made, slices)
-
-
 def cycles(problem: Problem, device: Device) -> float:
     """Predicts the cycles of all launches."""
     layer = layer_of(problem)
@@ -212,18 +201,19 @@ def work(problem: Problem, device: Device) -> Work:
     return Work(2, cycles(problem, device))
 
 
-def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
-    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
-    layer = layer_of(p)
-    made = best_buffers(layer, tiling, as_walked(p, layer.at_once)[0], device.shared_bytes)
+def plan(problem: Problem, device: Device, slices: int = 1, tiling: Tiling | None = None) -> Plan:
+    """Returns the plan, for the best tiling unless one is given.
+
+    With several `slices`, the problem is one of so many equal slices of the batch: each slice has launches of its
+    own, and one launch adds the partial sums of all slices.
+    """
+    p, g, layer = problem, problem.geometry, layer_of(problem)
+    size, _ = as_walked(p, layer.at_once)
+    chosen = tiling or tiling_of(layer, device, p.batch, size)
+    made = best_buffers(layer, chosen, size, device.shared_bytes) if chosen else None
     assert made is not None, "plan() of a problem that why_not() refuses"
-    return plan_buffers(p, device, made)
-
-
-def plan_buffers(p: Problem, device: Device, made: Buffers, slices: int = 1) -> Plan:
-    g, layer, tiling = p.geometry, layer_of(p), made.tiling
-    count = elements_of(g)
-    splits = splits_of(layer, made, p.batch, as_walked(p, layer.at_once)[0], device, slices)
+    tiling, count = made.tiling, elements_of(g)
+    splits = splits_of(layer, made, p.batch, size, device, slices)
     direct = splits == slices == 1 and _direct(p, device, tiling)
     parts = 0 if direct else slices * splits
     own_bias_parts = splits * -(-g.in_per_group // tiling.columns) * bias_slots(g, tiling) if p.bias else 0

@@ -245,7 +245,7 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
             way = (tiling.depth, len(tiling.pieces), len(tiling.rows_d), min(tiling.row_tiles, 2))
             seen.setdefault(way, tiling)
         assert len(seen) >= 2
-        original = hopper_weight_grad_planner.plan_tiling
+        original = hopper_weight_grad_planner.plan
         for tiling in list(seen.values())[:6]:
             with monkeypatch.context() as context:
                 chosen = partial(original, tiling=tiling)
