@@ -29,16 +29,7 @@ from .detour import Asking, Planning, behind_copies, renamed
 from .geometry import Geometry, Triple
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted
-from .problem import (
-    Device,
-    Pass,
-    Plan,
-    Problem,
-    Strides,
-    channels_last_strides,
-    contiguous_strides,
-    is_channels_last,
-)
+from .problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, contiguous_strides, is_channels_last
 from .scalars import INT32_MAX
 from .workspace import placed
 

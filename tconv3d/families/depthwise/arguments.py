@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from ...planning.arguments import (
-    CONST_POINTER,
-    DIVIDER,
-    EXTENT,
-    INT32,
-    INT64,
-    POINTER,
-    STRIDES,
-    Arguments,
-    Struct,
-)
+from ...planning.arguments import CONST_POINTER, DIVIDER, EXTENT, INT32, INT64, POINTER, STRIDES, Arguments, Struct
 
 _MARCH = Struct(
     "March",

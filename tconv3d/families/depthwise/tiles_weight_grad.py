@@ -23,19 +23,7 @@ from ...planning.repertoire import Repertoire, typical_problems
 from ...planning.scalars import SCALARS
 from ...planning.sums import BIAS_PARTS, stored_type, unsplit, weight_sums
 from .arguments import DEPTHWISE_TILES_WEIGHT_GRAD
-from .slabs import (
-    BARRIERS,
-    COPY,
-    L2,
-    WARP,
-    WARPS,
-    Slab,
-    block_constants,
-    grains,
-    resident,
-    shifted,
-    sides,
-)
+from .slabs import BARRIERS, COPY, L2, WARP, WARPS, Slab, block_constants, grains, resident, shifted, sides
 
 MAX_REGISTERS = 200  # estimated registers per thread
 MOST_PAIRS = 64  # pairs of a channel of x and a channel of dy in a group

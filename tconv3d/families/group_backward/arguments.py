@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from ...planning.arguments import (
-    CONST_POINTER,
-    DIVIDER,
-    EXTENT,
-    INT32,
-    INT64,
-    POINTER,
-    STRIDES,
-    Arguments,
-)
+from ...planning.arguments import CONST_POINTER, DIVIDER, EXTENT, INT32, INT64, POINTER, STRIDES, Arguments
 
 GROUP_BACKWARD = Arguments(
     "group_backward",

@@ -5,17 +5,7 @@ kMarch is a constant of the kernel; kBlocks and kLastTiles are values of its con
 
 from __future__ import annotations
 
-from ...planning.arguments import (
-    CONST_POINTER,
-    DIVIDER,
-    EXTENT,
-    INT32,
-    INT64,
-    POINTER,
-    STRIDES,
-    Arguments,
-    Struct,
-)
+from ...planning.arguments import CONST_POINTER, DIVIDER, EXTENT, INT32, INT64, POINTER, STRIDES, Arguments, Struct
 
 PACK = Arguments(
     "pack",

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from ...planning.arguments import (
-    CONST_POINTER,
-    DIVIDER,
-    INT32,
-    INT64,
-    POINTER,
-    STRIDES,
-    Arguments,
-    fields_per_axis,
-)
+from ...planning.arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, STRIDES, Arguments, fields_per_axis
 
 UP = Arguments(
     "up",

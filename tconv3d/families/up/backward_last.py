@@ -25,15 +25,7 @@ from ...planning.turning import channels_last, turn, turning
 from ...planning.workspace import ALIGN, placed
 from . import backward as up_backward_planner
 from .arguments import UP_BACKWARD_LAST
-from .backward import (
-    THREADS,
-    backward_operands,
-    backward_sizes,
-    constants_of,
-    offer_together,
-    passes_of,
-    splits_of,
-)
+from .backward import THREADS, backward_operands, backward_sizes, constants_of, offer_together, passes_of, splits_of
 
 TILE = 64  # positions of a tile
 WORDS = 64  # words of a row of dy in a chunk
