@@ -29,7 +29,7 @@ from .backend import Backend, current_backend
 from .checks import Convolution
 from .choosing import Settings
 from .examining import Theirs
-from .problems import Asked, Layout, OperandAddresses, Tail, tf32_of
+from .problems import Layout, OperandAddresses, Tail, tf32_of
 from .pytorch_ops import statistics_dtype
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
@@ -146,13 +146,12 @@ class Task:
         return lambda: packing.launch(packing.start, like, operands, pack, stream)
 
 
-# Names that planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
+# Names that planners use for the operands of a pass alone, in the order of `Task.run` and `Task.launch`.
 OPERANDS = {
     Pass.FORWARD: ("x", "weight", "bias", "null", "y", "workspace"),
     Pass.INPUT_GRAD: ("dy", "weight", "null", "dx", "workspace"),
-    Pass.WEIGHT_GRAD: ("dy", "x", "null", "dw", "workspace"),
-    Pass.BIAS_GRAD: ("dy", "null", "db", "workspace"),
 }
+ANY_CONVOLUTION = (1, 1, 1), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1)  # settings that the gradient of a bias ignores
 BACKWARD = ("dy", "x", "weight", "null", "dx", "dw", "db", "workspace")
 WITH_STATISTICS = ("x", "weight", "bias", "null", "y", "statistics", "workspace")
 
@@ -195,11 +194,6 @@ def generation() -> int:
 
 
 choosing.on_change(_drop_tasks)
-
-
-def _key(which: Pass | Wanted, first: Tensor, address: int, settings: Settings, *rest: Any) -> tuple[Any, ...]:
-    operand = first.shape, first.stride(), address % 16
-    return (which, first.dtype, first.device, tf32_of(first), settings, *operand, *rest)
 
 
 def _kind(tensor: Tensor | None, address: int) -> tuple[Any, ...] | None:
@@ -426,50 +420,18 @@ def _nothing(operands: Addresses, stream: int) -> None:
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
-    return _gradient(Pass.INPUT_GRAD, grad_output, weight, input_size, convolution)
+    wanted = True, False, False
+    return _one(backward(grad_output, None, weight, wanted, input_size, weight.shape, convolution)[:1])
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
-    return _gradient(Pass.WEIGHT_GRAD, grad_output, input, kernel, convolution)
-
-
-def _gradient(which: Pass, grad_output: Tensor, other: Tensor, size: Triple, convolution: Convolution) -> Tensor:
-    """Computes one gradient. `other` is the weight for the input's gradient, and the input for the weight's."""
-    dy, address = grad_output.data_ptr(), other.data_ptr()
-    settings = choosing.circumstances(grad_output.is_cuda)
-    key = _key(which, grad_output, dy, settings, _kind(other, address), size, convolution)
-    task = _tasks.get(key)
-    of_input = which is Pass.INPUT_GRAD
-    theirs = pytorch_ops.input_grad if of_input else pytorch_ops.weight_grad
-    if task is None:
-        problem = problems.input_grad if of_input else problems.weight_grad
-        at = OperandAddresses(weight=address, dy=dy) if of_input else OperandAddresses(address, dy=dy)
-        asked = problem(grad_output, other, size, convolution, at)
-        run = functools.partial(theirs, grad_output, other, size, convolution)
-        try:
-            task = _gradient_task(key, asked, grad_output, (dy, address), run, settings)
-        except planner.Refused as refusal:
-            _leave(refusal)
-            return run()
-    if task.theirs:
-        return theirs(grad_output, other, size, convolution)
-    return _one(task.run(grad_output, (dy, address), other if of_input else None))
+    return _one(backward(grad_output, input, None, (False, True, False), input.shape, kernel, convolution)[1:2])
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
-    dy = grad_output.data_ptr()
-    settings = choosing.circumstances(grad_output.is_cuda)
-    key = _key(Pass.BIAS_GRAD, grad_output, dy, settings)
-    task = _tasks.get(key)
-    if task is None:
-        asked = problems.bias_grad(grad_output, OperandAddresses(dy=dy))
-        theirs = functools.partial(pytorch_ops.bias_grad, grad_output)
-        task = _gradient_task(key, asked, grad_output, (dy,), theirs, settings)
-    if task.theirs:
-        return pytorch_ops.bias_grad(grad_output)
-    return _one(task.run(grad_output, (dy,)))
+    return _one(backward(grad_output, None, None, (False, False, True), (), (), ANY_CONVOLUTION)[2:])
 
 
 def backward(
@@ -512,21 +474,6 @@ def backward(
         sizes = tuple(input_size)[-3:], tuple(kernel)[-3:]
         return pytorch_ops.backward(grad_output, input, weight, wanted, *sizes, convolution)
     return task.run(grad_output, (dy, x, w), weight)
-
-
-def _gradient_task(
-    key: tuple[Any, ...],
-    asked: Asked,
-    like: Tensor,
-    addresses: Addresses,
-    theirs: Theirs,
-    settings: Settings,
-) -> Task:
-    """Returns the task of one gradient. Sums are split to fill the GPU, unless memory is short (`Task.less`)."""
-    problem, layout = asked
-    trials = Trials(OPERANDS[problem.which], (layout,), like, addresses)
-    thrifty = functools.partial(planner.plan, problem)
-    return _decide(key, {problem.which: problem}, trials, theirs, settings, thrifty)
 
 
 def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:
