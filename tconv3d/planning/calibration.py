@@ -139,11 +139,16 @@ def program_cycles(problem: Problem, device: Device) -> float:
     return positions * operations * INSTRUCTIONS / (LANES * device.multiprocessors)
 
 
+def _rated(device: Device) -> str:
+    """Returns the name of the GPU whose rates are used for a device: its own, or the reference GPU."""
+    gpu = gpus.known(device)
+    return gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
+
+
 @lru_cache(maxsize=4096)
 def rates_of(kernel: str, kind: str, device: Device, tensor_cores: bool = True) -> dict[str, float]:
     """Returns the microseconds per unit of every term, scaled if the device has no measured rates."""
-    gpu = gpus.known(device)
-    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
+    gpu, name = gpus.known(device), _rated(device)
     rates: dict[str, float] = (_fitted(name, kernel, kind) or {"rates": DEFAULT})["rates"]
     if gpu is None or gpu.device.name == name:
         return rates
@@ -166,9 +171,7 @@ def _fitted(name: str, kernel: str, kind: str) -> dict[str, Any] | None:
 
 def has_rates(kernel: str, kind: str, device: Device) -> bool:
     """Returns whether times of this kind have been measured, on this GPU or on the one whose rates are scaled."""
-    gpu = gpus.known(device)
-    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
-    kinds = measured(name).get(kernel, {})
+    kinds = measured(_rated(device)).get(kernel, {})
     return kind in kinds or kind.replace(ODD_LINES, CONTIGUOUS) in kinds
 
 
@@ -178,8 +181,7 @@ def surcharge(kernel: str, device: Device, kind: str = "") -> float:
     A kernel without rates wins only if it is timed on the caller's tensors, or if no other takes the call. A kind
     with derived rates has a surcharge even if other kinds of the kernel were measured.
     """
-    gpu = gpus.known(device)
-    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
+    name = _rated(device)
     kinds, others = measured(name).get(kernel, {}), derived(name).get(kernel, {})
     for each in (kind, kind.replace(ODD_LINES, CONTIGUOUS), "any"):
         if each in kinds or (each == "any" and kinds):
@@ -211,9 +213,7 @@ def doubt(kernel: str, kind: str, device: Device) -> float:
 
     The result is 1 if nobody has measured the kernel.
     """
-    gpu = gpus.known(device)
-    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
-    return float((_fitted(name, kernel, kind) or {}).get("largest_error", 1.0))
+    return float((_fitted(_rated(device), kernel, kind) or {}).get("largest_error", 1.0))
 
 
 def scaled(
@@ -249,20 +249,18 @@ def _arithmetic(gpu: Gpu, kind: str, tensor_cores: bool) -> float:
 @lru_cache(maxsize=16)
 def measured(name: str) -> dict[str, Any]:
     """Returns the fitted rates of a GPU by kernel and kind; empty if there are none."""
-    path = DIRECTORY / f"{name.lower().replace(' ', '-')}.json"
-    if not path.is_file():
-        return {}
-    rates: dict[str, Any] = json.loads(path.read_text())["kernels"]
-    return rates
+    return _stored(DIRECTORY, name)
 
 
 @lru_cache(maxsize=16)
 def derived(name: str) -> dict[str, Any]:
     """Returns derived rates for a GPU, by kernel and kind; empty if there are none."""
-    path = DERIVED / f"{name.lower().replace(' ', '-')}.json"
-    if not path.is_file():
-        return {}
-    rates: dict[str, Any] = json.loads(path.read_text())["kernels"]
+    return _stored(DERIVED, name)
+
+
+def _stored(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / f"{name.lower().replace(' ', '-')}.json"
+    rates: dict[str, Any] = json.loads(path.read_text())["kernels"] if path.is_file() else {}
     return rates
 
 

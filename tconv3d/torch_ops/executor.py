@@ -309,7 +309,7 @@ def _forward_task(
     settings = choosing.circumstances(input.is_cuda)
     if tail is not None or window:
         settings = settings[0], False
-    # Written out instead of by `_key` and `_kind`, because every call makes this key: calling them takes 0.5 us.
+    # Written out instead of by `_kind`, because every call makes this key: calling functions takes 0.5 us.
     key = (
         Pass.FORWARD, input.dtype, input.device, tf32_of(input), settings, input.shape, input.stride(), x % 16,
         weight.shape, weight.stride(), w % 16, weight.dtype, weight.device, kind, convolution, relu, norm,
