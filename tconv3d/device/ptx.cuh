@@ -492,21 +492,21 @@ __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, b
   }
 }
 
-// Copies 16 bytes, or writes zeros if not `inside`: then nothing is read, and `from` may be any address.
-__device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool inside) {
+// Copies 16 bytes, or writes zeros if `inside` is 0: then nothing is read, and `from` may be any address.
+__device__ __forceinline__ void copy_piece(unsigned to, const void* from, unsigned inside) {
   asm volatile(
       "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, outside; "
       "}" ::"r"(to),
-      "l"(__cvta_generic_to_global(from)), "r"(static_cast<unsigned>(inside))
+      "l"(__cvta_generic_to_global(from)), "r"(inside)
       : "memory");
 }
 
-// Copies 4 bytes, or writes zero if not `inside`: then nothing is read, and `from` may be any address.
-__device__ __forceinline__ void copy_word(unsigned to, const void* from, bool inside) {
+// Copies 4 bytes, or writes zero if `inside` is 0: then nothing is read, and `from` may be any address.
+__device__ __forceinline__ void copy_word(unsigned to, const void* from, unsigned inside) {
   asm volatile(
       "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, outside; "
       "}" ::"r"(to),
-      "l"(__cvta_generic_to_global(from)), "r"(static_cast<unsigned>(inside))
+      "l"(__cvta_generic_to_global(from)), "r"(inside)
       : "memory");
 }
 

@@ -364,11 +364,11 @@ inline void copy_words_of_line(void* to, const void* from, bool inside) {
   copy_words<kWords>(to, from, inside);
 }
 
-inline void copy_piece(unsigned to, const void* from, bool inside) {
+inline void copy_piece(unsigned to, const void* from, unsigned inside) {
   copy_words<4>(emulator::shared_pointer(to, 16), from, inside);
 }
 
-inline void copy_word(unsigned to, const void* from, bool inside) {
+inline void copy_word(unsigned to, const void* from, unsigned inside) {
   copy_words<1>(emulator::shared_pointer(to, 4), from, inside);
 }
 

@@ -14,10 +14,12 @@ namespace tconv3d {
 // One position of a halo. Items are listed in the order of x.
 struct MmaItem {
   unsigned from;   // offset in x from the halo's first position, in bytes
-  unsigned place;  // low 16 bits: slot; bit 16 + s: source s has the item inside x (unless kManySources)
+  unsigned place;  // bits 4 to 19: slot; a bit for each source that has the item inside x (unless kManySources)
 
-  __device__ __forceinline__ unsigned slot() const { return (place & 0xFFFFu) * 16u; }
-  static __device__ __forceinline__ unsigned mask(int source) { return 0x10000u << source; }
+  // Returns the slot in bytes from the start of a plane of pieces.
+  __device__ __forceinline__ unsigned slot() const { return place & 0xFFFF0u; }
+  // Returns the bit of a source: one of the upper 12 bits or, from source 12 on, of the lower 4.
+  static __device__ __forceinline__ unsigned mask(int source) { return 1u << ((source + 20) % 32); }
 };
 
 template <class C>
@@ -52,16 +54,16 @@ struct MmaCopies {
     const int x_w = tile.start(source).w + w * C::kLineStepW;
     return has_line(source, n, d, h) && x_w >= 0 && x_w < tile.args.x_size.w;
   }
-  // Tells the same of item i of the list.
-  __device__ __forceinline__ bool is_inside(const MmaItem& item, int i, int source) const {
+  // Tells the same of item i of the list: returns 0 if it lies outside.
+  __device__ __forceinline__ unsigned is_inside(const MmaItem& item, int i, int source) const {
     if constexpr (C::kManySources) {
       const Args& args = tile.args;
       const int line = divide(i, args.halo_w), sheet = divide(line, args.halo_h);
       const int n = divide(sheet, args.halo_d);
-      return is_inside(source, n, sheet - n * args.halo.d, line - sheet * args.halo.h,
-                       i - line * args.halo.w);
+      return static_cast<unsigned>(is_inside(source, n, sheet - n * args.halo.d, line - sheet * args.halo.h,
+                                             i - line * args.halo.w));
     } else {
-      return (item.place & MmaItem::mask(source)) != 0;
+      return item.place & MmaItem::mask(source);
     }
   }
 
@@ -71,9 +73,9 @@ struct MmaCopies {
       const int line = divide(i, args.halo_w), sheet = divide(line, args.halo_h);
       const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
       const int h = line - sheet * args.halo.h, w = i - line * args.halo.w;
-      unsigned place = static_cast<unsigned>(tile.slot(sheet, h, w)) / 16u;
+      unsigned place = static_cast<unsigned>(tile.slot(sheet, h, w));
       for (int source = 0; !C::kManySources && source < tile.sources; ++source)
-        place |= static_cast<unsigned>(is_inside(source, n, d, h, w)) << (16 + source);
+        place |= is_inside(source, n, d, h, w) ? MmaItem::mask(source) : 0u;
       const long long from = n * args.x_strides.n + d * C::kLineStepD * args.x_strides.d +
                              h * C::kLineStepH * args.x_strides.h + w * C::kLineStepW * args.x_strides.w;
       to[i] = {static_cast<unsigned>(from) * static_cast<unsigned>(sizeof(Scalar)), place};
@@ -147,7 +149,7 @@ struct MmaCopies {
                                              int first) const {
     constexpr int kBatch = 4, kStep = C::kThreads / kParts;
     const unsigned char* const from = address(origin, channel);
-    const bool exists = channel < C::kReduced;
+    const bool exists = C::kReduced % Layout::kChunk == 0 || channel < C::kReduced;
     int i = first;
 #pragma unroll 1
     for (; i + (kBatch - 1) * kStep < count; i += kBatch * kStep) {
@@ -156,13 +158,13 @@ struct MmaCopies {
       for (int k = 0; k < kBatch; ++k) batch[k] = items[i + k * kStep];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k)
-        copy_item(to, from, batch[k], exists && is_inside(batch[k], i + k * kStep, source));
+        copy_item(to, from, batch[k], exists ? is_inside(batch[k], i + k * kStep, source) : 0u);
     }
 #pragma unroll 1
-    for (; i < count; i += kStep) copy_item(to, from, items[i], exists && is_inside(items[i], i, source));
+    for (; i < count; i += kStep) copy_item(to, from, items[i], exists ? is_inside(items[i], i, source) : 0u);
   }
   static __device__ __forceinline__ void copy_item(unsigned to, const unsigned char* from,
-                                                   const MmaItem& item, bool inside) {
+                                                   const MmaItem& item, unsigned inside) {
     if constexpr (kByPieces) {
       ptx::copy_piece(to + item.slot(), from + item.from, inside);
     } else {
@@ -188,7 +190,7 @@ struct MmaCopies {
     for (int k = 0; k < kJobWords; ++k) {
       const int i = own_item() + (jobs.next * kJobWords + k) * kItemsAtOnce;
       const MmaItem item = items[i < count ? i : 0];
-      const bool inside = i < count && is_inside(item, i, jobs.source);
+      const bool inside = i < count && is_inside(item, i, jobs.source) != 0;
       const Scalar* const low = reinterpret_cast<const Scalar*>(from + item.from);
       jobs.low[k] = jobs.high[k] = Scalar{};
       if (inside && channel < C::kReduced) jobs.low[k] = load_constant(low);

@@ -19,6 +19,8 @@ struct alignas(16) MmaPair {
   unsigned place;  // as of an MmaItem: the slot of position w, and the sources that have the line inside x
   int w;  // an even position along w: the pair's first, or its second if pairs begin one before (`back`)
   int unused;
+
+  __device__ __forceinline__ unsigned slot() const { return MmaItem{from, place}.slot(); }
 };
 
 template <class C>
@@ -62,9 +64,9 @@ struct MmaPairs {
     for (int i = threadIdx.x; i < count; i += C::kThreads) {
       const int number = divide(i, args.pairs), w = 2 * (i - number * width());
       const Line line = line_of(number);
-      unsigned place = static_cast<unsigned>(tile.slot(line.sheet, line.h, w)) / 16u;
+      unsigned place = static_cast<unsigned>(tile.slot(line.sheet, line.h, w));
       for (int source = 0; !C::kManySources && source < tile.sources; ++source)
-        place |= static_cast<unsigned>(copies.has_line(source, line.n, line.d, line.h)) << (16 + source);
+        place |= copies.has_line(source, line.n, line.d, line.h) ? MmaItem::mask(source) : 0u;
       const long long from = line.n * args.x_strides.n + line.d * C::kLineStepD * args.x_strides.d +
                              line.h * C::kLineStepH * args.x_strides.h + w;
       to[i] = {static_cast<unsigned>(from) * 2u, place, w, 0};
@@ -176,7 +178,7 @@ struct MmaPairs {
 
   // Returns the slot of the pair's position that is not at w, in bytes from the start of a plane of pieces.
   __device__ __forceinline__ int other_slot(const Jobs& jobs, const MmaPair& pair) const {
-    const int own = static_cast<int>(pair.place & 0xFFFFu) * 16;
+    const int own = static_cast<int>(pair.slot());
     if constexpr (C::kInputStepW == 1) return own + 16 - 32 * jobs.back;
     if constexpr (C::kInputStepW == 2) return own + (tile.args.plane - jobs.back) * 16;
     return own + tile.slot(0, 0, pair.w + 1 - 2 * jobs.back) - tile.slot(0, 0, pair.w);
@@ -200,7 +202,7 @@ struct MmaPairs {
         high[k] = ptx::high_halves(first, second);
       }
       const MmaPair pair = pairs[i < count ? i : 0];
-      const int w = pair.w - jobs.back, own = static_cast<int>(pair.place & 0xFFFFu) * 16;
+      const int w = pair.w - jobs.back, own = static_cast<int>(pair.slot());
       const int other = other_slot(jobs, pair);
       if (i < count && is_in(w, tile.args.halo.w))
         *reinterpret_cast<uint4*>(jobs.to + (jobs.back != 0 ? other : own)) = {low[0], low[1], low[2],
