@@ -426,6 +426,7 @@ __device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(valu
 // Makes the compiler compute what depends on a value after this point again, instead of keeping what it has
 // computed before, and not earlier.
 __device__ __forceinline__ void renew(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void renew(long long& value) { asm volatile("" : "+l"(value)); }
 
 // Prefetches the cache line at this address into L2.
 __device__ __forceinline__ void call_into_l2(const void* address) {

@@ -195,6 +195,7 @@ inline int read_shared(const int* address) {
 
 inline void keep(float&) {}
 inline void renew(int&) {}
+inline void renew(long long&) {}
 
 // A prefetch reads the address, so that sanitizers see it: a prefetch may not leave its tensor either.
 inline void call_into_l2(const void* address) { (void)*static_cast<const volatile char*>(address); }

@@ -334,11 +334,11 @@ struct MmaStores {
   }
 
   // Returns the output channel of a column in shared memory, or kOuts if there is none.
-  __device__ __forceinline__ int channel_of(int column, int first_tile) const {
-    const int place = column % 8, of_warp = column / 8 % C::kWarpsN;
-    const int column_tile = first_tile + column / 8 / C::kWarpsN;
-    const int channel =
-        (tile.slice * C::kWarpsN + of_warp) * C::kTilesN * 8 + Layout::column(column_tile, place);
+  __device__ __forceinline__ int channel_of(unsigned column, unsigned first_tile) const {
+    const unsigned place = column % 8, of_warp = column / 8 % C::kWarpsN;
+    const unsigned column_tile = first_tile + column / 8 / C::kWarpsN;
+    const int channel = (tile.slice * C::kWarpsN + static_cast<int>(of_warp)) * C::kTilesN * 8 +
+                        Layout::column(static_cast<int>(column_tile), static_cast<int>(place));
     return column < kAtOnce && column_tile < C::kTilesN && channel < C::kOuts ? channel : C::kOuts;
   }
 
@@ -374,9 +374,15 @@ struct MmaStores {
   static constexpr int kWaitingSums = 4 * C::kPhases * C::kTilesM * (C::kTilesN - C::kStoreTiles);
   static constexpr int kBatch = 4, kLines = kWaitingSums > 64 || C::Epilogue::kLeavesMoments ? 1 : 2;
   struct Columns {
-    Out* to[kBatch];  // a column's channel in y, or null
+    unsigned long long to[kBatch];  // address of a column's channel in y
     const Out* from[kBatch];
+    unsigned exist;  // a bit for each column that exists
     int own, lanes;
+
+    __device__ __forceinline__ bool has(int b) const { return (exist >> b & 1u) != 0; }
+    __device__ __forceinline__ Out* place(int b, long long offset) const {
+      return reinterpret_cast<Out*>(to[b] + offset * static_cast<int>(sizeof(Out)));
+    }
   };
 
   // Stores the lines that begin at `lines` in each column by accesses of kWidth outputs, which are aligned.
@@ -384,22 +390,26 @@ struct MmaStores {
   __device__ __forceinline__ void store_vectors(const Columns& columns, const Place (&places)[kLines],
                                                 const int (&lines)[kLines]) const {
     const int longest = max(places[0].length, places[kLines - 1].length);
+#pragma unroll 1
     for (int i = kWidth * columns.own; i < longest; i += kWidth * columns.lanes) {
       Vector<Out, kWidth> values[kLines][kBatch];
 #pragma unroll
       for (int l = 0; l < kLines; ++l) {
+        int at = lines[l] + i;
+        ptx::renew(at);  // Without this the compiler computes an address for each line and column first.
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (columns.to[b] != nullptr) values[l][b] = load_vector<kWidth>(columns.from[b] + lines[l] + i);
+          if (columns.has(b)) values[l][b] = load_vector<kWidth>(columns.from[b] + at);
         }
       }
 #pragma unroll
       for (int l = 0; l < kLines; ++l) {
         if (i >= places[l].length) continue;
+        long long at = (places[l].offset + i * kStepW) * static_cast<int>(sizeof(Out));
+        ptx::renew(at);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (columns.to[b] != nullptr)
-            store_vector(columns.to[b] + places[l].offset + i * kStepW, values[l][b]);
+          if (columns.has(b)) store_vector(reinterpret_cast<Out*>(columns.to[b] + at), values[l][b]);
         }
       }
     }
@@ -413,17 +423,17 @@ struct MmaStores {
       int first[kBatch];  // the first output of the word, or -1 if it lies before the line
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const auto address = reinterpret_cast<unsigned long long>(columns.to[b] + place.offset);
+        const auto address = reinterpret_cast<unsigned long long>(columns.place(b, place.offset));
         first[b] = i - static_cast<int>(address / sizeof(Out) % 2);
         const int second = first[b] + 1 < place.length ? first[b] + 1 : place.length - 1;
-        if (columns.to[b] == nullptr || place.length == 0) continue;
+        if (!columns.has(b) || place.length == 0) continue;
         const Out* const from = columns.from[b] + line;
         values[b] = {from[first[b] < 0 ? 0 : first[b] < place.length ? first[b] : second], from[second]};
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        if (columns.to[b] == nullptr || first[b] >= place.length) continue;
-        Out* const to = columns.to[b] + place.offset;
+        if (!columns.has(b) || first[b] >= place.length) continue;
+        Out* const to = columns.place(b, place.offset);
         if (first[b] < 0) {
           if (place.length > 0) to[0] = values[b].at[1];
         } else if (first[b] + 1 < place.length) {
@@ -462,17 +472,19 @@ struct MmaStores {
 
   __device__ __forceinline__ void store_columns(int first_tile, int lines) const {
     const Args& args = tile.args;
-    const int lanes = args.store_lanes, step = 32 / lanes;
+    const int lanes = args.store_lanes, places = __ffs(lanes) - 1, step = 32 >> places;  // a power of 2
     Out* const y = outputs() + static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c;
 #pragma unroll 1
-    for (int k = lane / lanes; k < kAtOnce; k += kBatch * step) {
+    for (int k = lane >> places; k < kAtOnce; k += kBatch * step) {
       Columns columns;
       columns.own = lane & (lanes - 1);
       columns.lanes = lanes;
+      columns.exist = 0;
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int column = k + b * step, channel = channel_of(column, first_tile);
-        columns.to[b] = channel < C::kOuts ? y + channel * args.y_strides.c : nullptr;
+        columns.exist |= static_cast<unsigned>(channel < C::kOuts) << b;
+        columns.to[b] = reinterpret_cast<unsigned long long>(y + channel * args.y_strides.c);
         columns.from[b] = staged + column * args.store_pitch;
       }
       constexpr int kWide = kStepW == 1 ? kVector : 1, kHalf = kWide > 1 ? kWide / 2 : 1;
