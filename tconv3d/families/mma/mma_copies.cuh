@@ -13,8 +13,9 @@ namespace tconv3d {
 
 // One position of a halo. Items are listed in the order of x.
 struct MmaItem {
-  unsigned from;   // offset in x from the halo's first position, in bytes
-  unsigned place;  // bits 4 to 19: slot; a bit for each source that has the item inside x (unless kManySources)
+  unsigned from;  // offset in x from the halo's first position, in bytes
+  unsigned
+      place;  // bits 4 to 19: slot; a bit for each source that has the item inside x (unless kManySources)
 
   // Returns the slot in bytes from the start of a plane of pieces.
   __device__ __forceinline__ unsigned slot() const { return place & 0xFFFF0u; }
@@ -60,8 +61,8 @@ struct MmaCopies {
       const Args& args = tile.args;
       const int line = divide(i, args.halo_w), sheet = divide(line, args.halo_h);
       const int n = divide(sheet, args.halo_d);
-      return static_cast<unsigned>(is_inside(source, n, sheet - n * args.halo.d, line - sheet * args.halo.h,
-                                             i - line * args.halo.w));
+      return static_cast<unsigned>(
+          is_inside(source, n, sheet - n * args.halo.d, line - sheet * args.halo.h, i - line * args.halo.w));
     } else {
       return item.place & MmaItem::mask(source);
     }
