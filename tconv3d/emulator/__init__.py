@@ -2,6 +2,7 @@
 
     run = emulator.prepare(launch)      # compiles, or finds the library in the disk cache
     run((x.data_ptr(), w.data_ptr()))   # addresses of launch.pointers
+    start = emulator.prepare_all([(launch, (0, 1)), ...])   # all launches of a call, some of which overlap
 
 The host's C++ compiler builds the same translation unit that NVRTC gets, with `include/cuda_emulator.h`
 included before it; the header explains how a launch runs. A deadlock, a diverged barrier, a memory fault, an access
@@ -38,7 +39,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..planning.launch import Constants, Launch
@@ -67,6 +69,8 @@ _FLAGS = (
 _CHECKS = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=alignment,bounds")
 _ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
 _ERROR_BYTES = 16384
+_Previous = ctypes.CFUNCTYPE(ctypes.c_int)  # runs the previous launch, and returns 0 if that succeeds
+Run = Callable[..., None]
 
 # This description of the kernel for the runtime follows the translation unit that NVRTC compiles.
 _EPILOGUE = """
@@ -82,30 +86,77 @@ def available() -> bool:
     return _find_compiler() is not None
 
 
-def prepare(
-    launch: Launch, order: str | None = None, kernels: Path | None = None
-) -> Callable[[tuple[int, ...]], None]:
+def prepare(launch: Launch, order: str | None = None, kernels: Path | None = None) -> Run:
     """Compiles the kernel of a launch, and returns a function that runs it on the addresses of `launch.pointers`.
 
     `order` replaces TCONV3D_EMULATOR_ORDER; `kernels`, one directory with all headers, replaces `sources.KERNELS`.
+    The function's second argument, if there is one, runs the launch in front of this one; it is called when a block
+    can do nothing more without that launch.
     """
     library = _load(launch.kernel, launch.constants, kernels)
     grid = (ctypes.c_uint * 3)(*launch.grid)
     pack = struct.Struct(f"={len(launch.pointers)}Q").pack
 
-    def run(addresses: tuple[int, ...]) -> None:
+    def run(addresses: tuple[int, ...], previous: Callable[[], None] | None = None) -> None:
+        failures: list[BaseException] = []
+
+        def run_previous() -> int:
+            try:
+                assert previous is not None
+                previous()
+            except BaseException as failure:  # no exception passes through the emulator's own stack
+                failures.append(failure)
+            return len(failures)
+
         args = pack(*addresses) + launch.scalars
         number, seed = _parse_order(order or os.environ.get("TCONV3D_EMULATOR_ORDER", "forward"))
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         with _borrowed_stacks() as stacks:
             failed = library.emulator_launch(
                 *(args, len(args), grid, launch.threads, launch.shared_bytes, number, seed),
-                *(ctypes.byref(stacks), error, _ERROR_BYTES),
+                *(_Previous(run_previous) if previous else _Previous(), ctypes.byref(stacks), error, _ERROR_BYTES),
             )
+        if failures:
+            raise failures[0]
         if failed:
             raise RuntimeError(_with_lines(error.value.decode(errors="replace"), library._name))
 
     return run
+
+
+_overlapping = (
+    threading.Lock()
+)  # a launch that another one overlaps runs within it, so that both libraries are locked
+
+
+def prepare_all(
+    steps: Sequence[tuple[Launch, tuple[int, ...]]], order: str | None = None
+) -> Callable[[tuple[int, ...]], None]:
+    """Returns a function that runs the launches of a call, each with the indices of its addresses among all operands.
+
+    A launch that overlaps the previous one begins before it, so that a kernel which does not wait where it must finds
+    results missing, or spoils what the previous launch still reads. A library runs only one launch at a time.
+    """
+    runs = [(prepare(launch, order) if order else prepare(launch), indices) for launch, indices in steps]
+    kernels = [(launch.kernel, launch.constants) for launch, _ in steps]
+    early = [i > 0 and launch.overlaps and kernels[i] not in kernels[:i] for i, (launch, _) in enumerate(steps)]
+
+    def run_until(end: int, operands: tuple[int, ...]) -> None:
+        if end == 0:
+            return
+        (run, indices), previous = runs[end - 1], functools.partial(run_until, end - 1, operands)
+        addresses = tuple([operands[i] for i in indices])
+        if early[end - 1]:
+            run(addresses, previous)
+        else:
+            previous()
+            run(addresses)
+
+    def start(operands: tuple[int, ...]) -> None:
+        with _overlapping if any(early) else contextlib.nullcontext():
+            run_until(len(runs), operands)
+
+    return start
 
 
 def _with_lines(message: str, library: str) -> str:
@@ -202,6 +253,7 @@ def _open(path: Path) -> ctypes.CDLL:
         ctypes.c_uint,
         ctypes.c_int,
         ctypes.c_ulonglong,
+        _Previous,
         ctypes.POINTER(ctypes.c_void_p),
         ctypes.c_char_p,
         ctypes.c_size_t,

@@ -110,12 +110,6 @@ std::string name_of_agent(unsigned agent) {
   return format_text("a matrix product of warp %u", agent - threads - kMostBarriers);
 }
 
-// Places are given as offsets into this library, which Python translates to lines.
-std::string name_of_place(const void* place) {
-  return format_text("<%#zx>", static_cast<size_t>(static_cast<const char*>(place) -
-                                                   reinterpret_cast<const char*>(library_start())));
-}
-
 [[noreturn]] void report(const Cell& cell, const char* does, const void* place, unsigned other,
                          const char* did, const void* other_place) {
   const size_t index = static_cast<size_t>(&cell - detector->cells.data());

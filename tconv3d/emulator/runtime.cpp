@@ -189,6 +189,12 @@ Span find_static_shared() { return {}; }
 const void* library_start() { return nullptr; }
 #endif
 
+// Places are given as offsets into this library, which Python translates to lines.
+std::string name_of_place(const void* place) {
+  return format_text("<%#zx>", static_cast<size_t>(static_cast<const char*>(place) -
+                                                   reinterpret_cast<const char*>(library_start())));
+}
+
 }  // namespace
 }  // namespace emulator
 
@@ -237,6 +243,15 @@ void resume(Thread& thread) {
   if (thread.ended) give_back(fiber);
 }
 
+// Runs the launch in front of this one, once; null if it has run. A launch that may overlap it begins first.
+int (*previous_launch)() = nullptr;
+
+void run_previous_launch() {
+  current = nullptr;
+  if (previous_launch()) set_failure("the previous launch failed");
+  previous_launch = nullptr;
+}
+
 // The launch counts as deadlocked after so many passes over the threads in which they only polled memory.
 constexpr int kPollingPasses = 100000;
 
@@ -259,6 +274,12 @@ void run_threads(std::vector<Thread>& threads, std::vector<unsigned>& turns, Sch
       if (!thread.ended) turns[kept++] = turn;
     }
     turns.resize(kept);
+    // The previous launch runs as late as possible, so that whatever does not wait for it finds it missing.
+    if (!worked && !turns.empty() && previous_launch) {
+      run_previous_launch();
+      if (failed) return;
+      continue;
+    }
     polling_passes = worked ? 0 : polling_passes + 1;
     if (!resumed || polling_passes == kPollingPasses) {
       current = nullptr;
@@ -316,7 +337,7 @@ void end_block(Block& block) {
   }
 }
 
-void run_block(uint3 index, unsigned shared_bytes, Scheduling& scheduling) {
+void run_block(uint3 index, unsigned shared_bytes, bool overlaps, Scheduling& scheduling) {
   const unsigned count = blockDim.x;
   Block block = {};
   std::vector<Warp> warps((count + 31) / 32);
@@ -326,16 +347,21 @@ void run_block(uint3 index, unsigned shared_bytes, Scheduling& scheduling) {
   start_block(block, warps, threads, shared_bytes);
   if (!failed && setjmp(failed_predicate) == 0) run_threads(threads, turns, scheduling);
   current = nullptr;
+  if (overlaps && !block.waited)
+    set_failure(
+        format_text("kernel %s, block %s may end before the previous launch, for which it never waits",
+                    emulated_kernel.name, name_of(index).c_str()));
   for (Thread& thread : threads) end_thread(thread);
   end_block(block);
 }
 
 void run_grid(unsigned shared_bytes, Scheduling& scheduling) {
+  const bool overlaps = previous_launch != nullptr;
   const unsigned long long count = 1ull * gridDim.x * gridDim.y * gridDim.z;
   if (count > 0xFFFFFFFFull) return set_failure("the grid has more blocks than an emulator should run");
   for (const unsigned i : scheduling.sequence(static_cast<unsigned>(count))) {
     const unsigned rest = i / gridDim.x;
-    run_block({i % gridDim.x, rest % gridDim.y, rest / gridDim.y}, shared_bytes, scheduling);
+    run_block({i % gridDim.x, rest % gridDim.y, rest / gridDim.y}, shared_bytes, overlaps, scheduling);
     if (failed) return;
   }
 }
@@ -373,6 +399,11 @@ void block_fiber(bool (*ready)(void*), void* predicate, Where where) {
   before_leave(fiber, false);
   switch_context(fiber->context, scheduler);
   after_enter(fiber);
+}
+
+void wait_for_previous_launch() {
+  current->block->waited = true;
+  wait_until([] { return previous_launch == nullptr; }, "wait_for_previous_launch");
 }
 
 void sync_block(Where where) {
@@ -413,6 +444,9 @@ void match_lanes(Warp& warp, unsigned mask, const Where& where) {
     if (!same_text(warp.what[lane], where.what))
       fail("%s at %s:%d: lane %u of the same mask is in %s", where.what, file_name(where.file), where.line,
            lane, warp.what[lane]);
+    if (warp.call[lane] != where.call)
+      fail("%s: the lanes of a warp call it at several places, lane %u at %s and others at %s", where.what,
+           lane, name_of_place(warp.call[lane]).c_str(), name_of_place(where.call).c_str());
     if (warp.value[lane]) ballot |= 1u << lane;
   }
   for (unsigned lane = 0; lane < 32; ++lane) {
@@ -436,6 +470,7 @@ Exchanged exchange(unsigned mask, unsigned long long value, int source, Where wh
          lane, mask);
   warp.mask[lane] = mask;
   warp.what[lane] = where.what;
+  warp.call[lane] = where.call;
   warp.value[lane] = value;
   warp.source[lane] = source;
   warp.arrived |= 1u << lane;
@@ -490,6 +525,7 @@ struct Request {
   unsigned threads, shared_bytes;
   int order;
   unsigned long long seed;
+  int (*previous)();  // null, or runs the launch that this one overlaps, and returns 0 if that succeeds
 };
 
 // Returns why a GPU's driver or the compiled kernel refuses the launch; empty if all is well.
@@ -526,6 +562,7 @@ void run(const Request& request) {
   memcpy(args, request.args, request.args_bytes);
   kernel_args = args;
   static_shared = find_static_shared();
+  previous_launch = request.previous;
   Scheduling scheduling{static_cast<Order>(request.order), request.seed};
   SignalGuard guard;
   run_grid(request.shared_bytes, scheduling);
@@ -541,11 +578,12 @@ void run(const Request& request) {
 #define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
 EMULATOR_EXPORT int emulator_launch(const void* args, unsigned args_bytes, const unsigned* grid,
                                     unsigned threads, unsigned shared_bytes, int order,
-                                    unsigned long long seed, void** stacks, char* error, size_t error_bytes) {
+                                    unsigned long long seed, int (*previous)(), void** stacks, char* error,
+                                    size_t error_bytes) {
   using namespace emulator;
   pthread_mutex_lock(&launch_lock);
   free_fibers = static_cast<Fiber*>(*stacks);
-  run({args, args_bytes, grid, threads, shared_bytes, order, seed});
+  run({args, args_bytes, grid, threads, shared_bytes, order, seed, previous});
   *stacks = free_fibers;
   const int status = failed ? 1 : 0;
   if (status) snprintf(error, error_bytes, "%s", failure.c_str());

@@ -515,13 +515,8 @@ def _prepare_steps(steps: Steps, like: Tensor) -> Start:
         return launcher.prepare_all(steps, like.get_device())
     from .. import emulator
 
-    calls = [(emulator.prepare(launch), indices) for launch, indices in steps]
-
-    def start(operands: Addresses, stream: int) -> None:
-        for run, indices in calls:
-            run(tuple([operands[i] for i in indices]))
-
-    return start
+    run = emulator.prepare_all(steps)
+    return lambda operands, stream: run(operands)
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -35,9 +35,9 @@ def make(tmp_path: Path) -> Callable[..., Kernel]:
         launch = Launch("probe", constants, grid, threads, shared_bytes, ("a", "b", "c"), scalars)
         run = emulator.prepare(launch, order, kernels=tmp_path)
 
-        def call(*tensors: torch.Tensor) -> None:
+        def call(*tensors: torch.Tensor, previous: Callable[[], None] | None = None) -> None:
             addresses = [tensor.data_ptr() for tensor in tensors]
-            run((*addresses, *[0] * (3 - len(addresses))))
+            run((*addresses, *[0] * (3 - len(addresses))), previous)
 
         return call
 

@@ -58,6 +58,18 @@ FAULTS = {
         "if (t % 2) ptx::matrix_commit(); else ptx::matrix_wait<0>();",
         "lane [0-9]+ of the same mask is in matrix_",
     ),
+    "matrices of a part of a warp": (
+        "unsigned words[4]; if (t < 16) ptx::load_matrices(words, 0);  // the others have returned",
+        "load_matrices in a warp that is not whole",
+    ),
+    "lanes at two places": (
+        "unsigned words[4]; if (t < 16) ptx::load_matrices(words, 0); else ptx::load_matrices(words, 16);",
+        "load_matrices: the lanes of a warp call it at several places, lane [0-9]+ at ",
+    ),
+    "more registers than there are": (
+        "ptx::keep_registers<256>(); ptx::keep_registers<248>(); ptx::claim_registers<240>();",
+        "claim_registers: 240 registers per thread, where a thread has 248",
+    ),
     "barrier of no warpgroup": ("ptx::warpgroup_sync(16);", "hardware barrier 16: a warpgroup may have 1 to 15"),
     "store to global memory": ("ptx::store_global(args.a + 1, uint2{});", "a store of 8 bytes"),
     "assumption": ("TCONV3D_ASSUME(t < 5);", r"t < 5 does not hold at .*probe.cuh:\d+.*thread \(5, 0, 0\)"),
@@ -82,6 +94,24 @@ def test_an_access_that_a_gpu_refuses(make: Callable[..., Kernel], name: str) ->
 def hopper_kernel(make: Callable[..., Kernel], body: str, threads: int) -> Kernel:
     before = f'}}\n#include "{sources.find("ptx_hopper.cuh")}"\nnamespace tconv3d {{'
     return make(SHARED + "\n" + body, threads=threads, shared_bytes=1024, before=before)
+
+
+HOPPER = f'}}\n#include "{sources.find("ptx_hopper.cuh")}"\nnamespace tconv3d {{'
+
+
+def test_registers_move_between_warpgroups_and_do_not_grow(make: Callable[..., Kernel]) -> None:
+    """The threads of 4 warpgroups begin with 128 registers each: two may have 168 if two keep 88."""
+    body = "if (t < 256) ptx::keep_registers<{}>(); else ptx::claim_registers<168>(); __syncthreads(); args.a[t] = t;"
+    memory = torch.zeros(512, dtype=torch.int32)
+    make(f"namespace ptx = tconv3d::ptx; {body.format(88)}", threads=512, before=HOPPER)(memory)
+    assert memory.tolist() == list(range(512))
+    for change, message in (
+        (body.format(96), r"deadlock.*threads .* in claim_registers"),
+        ("if (t < 32) ptx::keep_registers<88>();", "warps of a warpgroup have different registers"),
+    ):
+        kernel = make(f"namespace ptx = tconv3d::ptx; {change}", threads=512, before=HOPPER)
+        with pytest.raises(RuntimeError, match="(?s)" + message):
+            kernel(memory)
 
 
 def test_two_warpgroups_do_not_share_a_barrier(make: Callable[..., Kernel]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -260,6 +261,16 @@ SETTINGS = {
 }
 
 
+def run_launches(plan: HaloPlan, places: Mapping[str, Tensor | int | None], order: str) -> None:
+    """Runs all launches of a plan, given the operands (tensors or addresses) by name; all others are null."""
+    launches = [each for each in (plan.pack, plan.rows, plan.main, plan.sum) if each]
+    names = list(dict.fromkeys(name for each in launches for name in each.pointers))
+    found = [places.get(name) for name in names]
+    addresses = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in found)
+    steps = [(each, tuple(map(names.index, each.pointers))) for each in launches]
+    emulator.prepare_all(steps, order)(addresses)
+
+
 class Tensors:
     """Holds the tensors of a case, runs the kernel on them, and computes its error."""
 
@@ -288,19 +299,13 @@ class Tensors:
 
     def run(self, plan: HaloPlan, order: str = "forward", moments: int = 0, **further: int) -> None:
         """Runs all launches of a plan; `further` are addresses of the operands of a tail by name."""
-        packed = torch.full((plan.packed_bytes // 4,), float("nan"))
-        emulator.prepare(plan.pack, order)((self.weight.data_ptr(), packed.data_ptr()))
-        bias = 0 if self.bias is None else self.bias.data_ptr()
-        x, rows = self.x.data_ptr(), torch.full((plan.rows_bytes // 4,), float("nan"))
-        if plan.rows:
-            emulator.prepare(plan.rows, order)((x, rows.data_ptr()))
-            x = rows.data_ptr()
-        portions = torch.full((plan.portions_bytes // 4,), float("nan"))
-        places = {"y": self.y.data_ptr(), "portions": portions.data_ptr(), "moments": moments, "null": 0, **further}
-        others = (places[name] for name in plan.main.pointers[3:])
-        emulator.prepare(plan.main, order)((x, packed.data_ptr(), bias, *others))
-        if plan.sum:
-            emulator.prepare(plan.sum, order)(tuple(places[name] for name in plan.sum.pointers))
+        packed, rows, portions = (
+            torch.full((size // 4,), float("nan"))
+            for size in (plan.packed_bytes, plan.rows_bytes, plan.portions_bytes)
+        )
+        operands = {"x": self.x, "weight": self.weight, "bias": self.bias, "y": self.y}
+        places = {**operands, "workspace": packed, "rows": rows, "portions": portions, "moments": moments, **further}
+        run_launches(plan, places, order)
 
     def check(self, plan: HaloPlan, order: str = "forward") -> None:
         """Asserts that a plan computes all outputs, and right."""

@@ -72,17 +72,19 @@ struct Where {
   const char* what;
   const char* file;
   int line;
+  const void* call = nullptr;  // where the kernel calls an instruction that all lanes must execute together
 };
 
 struct StateNode;
 
 // The state of a warp whose lanes meet in a shuffle, a vote or a __syncwarp.
 struct Warp {
-  unsigned arrived = 0;           // lanes waiting to be matched
-  unsigned ended = 0;             // lanes whose threads have returned, or which the block does not have
-  unsigned mask[32];              // per waiting lane: the mask of its call
-  const char* what[32];           // per waiting lane: the name of the intrinsic
-  int source[32];                 // per waiting lane: the lane whose value it wants
+  unsigned arrived = 0;  // lanes waiting to be matched
+  unsigned ended = 0;    // lanes whose threads have returned, or which the block does not have
+  unsigned mask[32];     // per waiting lane: the mask of its call
+  const char* what[32];  // per waiting lane: the name of the intrinsic
+  const void* call[32];  // per waiting lane: the place of a call that must be one for all lanes, or null
+  int source[32];        // per waiting lane: the lane whose value it wants
   unsigned long long value[32];   // per waiting lane: the value it gives
   unsigned long long result[32];  // per matched lane: the value it gets
   unsigned ballot[32];            // per matched lane: the lanes that gave a non-zero value
@@ -95,6 +97,7 @@ struct Block {
   unsigned arrived;     // threads waiting at __syncthreads
   unsigned generation;  // how many times __syncthreads has let the block through
   Where barrier;        // place of the __syncthreads at which threads wait
+  bool waited;          // whether a thread has waited for the previous launch
   Warp* warps;
   StateNode* states;
 };
@@ -176,6 +179,9 @@ inline T& block_state() {
 
 void sync_block(Where where);  // executes __syncthreads
 
+// Waits for the launch in front of this one, which runs when the block can do nothing more without it.
+void wait_for_previous_launch();
+
 // exchange() waits for the lanes of `mask`, gives them `value`, and returns the value of lane `source`.
 struct Exchanged {
   unsigned long long value;
@@ -183,10 +189,14 @@ struct Exchanged {
 };
 Exchanged exchange(unsigned mask, unsigned long long value, int source, Where where);
 
-// Lets the lanes of a warp meet in an instruction that the whole warp executes. No memory accesses are
-// ordered.
-inline void converge(const char* what, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  exchange(0xFFFFFFFFu, 0, static_cast<int>(lane()), {what, file, line});
+// Lets the lanes of a warp meet in an instruction that the whole warp executes together. No memory accesses
+// are ordered. `call` is the place of the call in the kernel: functions that give it are not inlined.
+#define EMULATOR_TOGETHER __attribute__((noinline)) inline
+#define EMULATOR_CALL __builtin_return_address(0)
+inline void converge(const char* what, const void* call = nullptr, const char* file = __builtin_FILE(),
+                     int line = __builtin_LINE()) {
+  if (warp().ended) fail("%s in a warp that is not whole: lanes have returned, or do not exist", what);
+  exchange(0xFFFFFFFFu, 0, static_cast<int>(lane()), {what, file, line, call});
 }
 
 // What emulated instructions tell the race detector (races.h); nothing in a build without it.

@@ -107,9 +107,9 @@ inline void store_shared(unsigned address, uint4 value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-// Launches never overlap in the emulator.
+// A launch that may overlap the previous one always begins before it, whether that has called this or not.
 inline void launch_dependents() {}
-inline void wait_for_previous_launch() {}
+inline void wait_for_previous_launch() { emulator::wait_for_previous_launch(); }
 
 inline unsigned low_halves(unsigned first, unsigned second) { return (first & 0xFFFFu) | second << 16; }
 inline unsigned high_halves(unsigned first, unsigned second) { return first >> 16 | (second & 0xFFFF0000u); }
@@ -265,12 +265,12 @@ inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand)
 }
 
 template <unsigned kMatrices>
-inline void load_matrices(unsigned (&words)[kMatrices], unsigned address) {
+EMULATOR_TOGETHER void load_matrices(unsigned (&words)[kMatrices], unsigned address) {
   if (address % 16u) emulator::fail("a row of a matrix loaded from shared memory at %u", address);
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
   table.a[warp][lane][0] = address;
-  emulator::converge("load_matrices");
+  emulator::converge("load_matrices", EMULATOR_CALL);
   for (unsigned m = 0; m < kMatrices; ++m) {
     const void* from = emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u), 4);
     emulator::races::read(from, 4);
@@ -280,12 +280,13 @@ inline void load_matrices(unsigned (&words)[kMatrices], unsigned address) {
 }
 
 template <Operand kOperand, unsigned kWords>
-inline void warp_multiply(float (&sum)[4], const unsigned (&a)[2 * kWords], const unsigned (&b)[kWords]) {
+EMULATOR_TOGETHER void warp_multiply(float (&sum)[4], const unsigned (&a)[2 * kWords],
+                                     const unsigned (&b)[kWords]) {
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
   for (unsigned i = 0; i < 2 * kWords; ++i) table.a[warp][lane][i] = a[i];
   for (unsigned i = 0; i < kWords; ++i) table.b[warp][lane][i] = b[i];
-  emulator::converge("warp_multiply");
+  emulator::converge("warp_multiply", EMULATOR_CALL);
   for (unsigned i = 0; i < 4; ++i) {
     const unsigned half = i / 2u, column = lane % 4u * 2u + i % 2u;
     float total = 0.0f;
@@ -300,12 +301,12 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[2 * kWords], cons
   emulator::converge("warp_multiply");
 }
 
-inline void store_transposed(unsigned address, uint4 words) {
+EMULATOR_TOGETHER void store_transposed(unsigned address, uint4 words) {
   if (address % 16u) emulator::fail("a row of a matrix stored to shared memory at %u", address);
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u, row = lane % 8u;
   std::memcpy(table.a[warp][lane], &words, sizeof words);
-  emulator::converge("store_transposed");
+  emulator::converge("store_transposed", EMULATOR_CALL);
   std::uint16_t columns[8];
   for (unsigned c = 0; c < 8; ++c)
     columns[c] =

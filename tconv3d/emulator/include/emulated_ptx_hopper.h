@@ -155,10 +155,39 @@ inline void warpgroup_sync(int which) {
   emulator::wait_until([&] { return meetings.phase[which] != phase; }, "warpgroup_sync");
 }
 
+// Registers per thread of each warp. A block starts with as many as its threads can have, and gets no more.
+struct EmulatedRegisters {
+  unsigned of[32], free = 0;
+  EmulatedRegisters() {
+    const unsigned start = 65536u / blockDim.x / 8u * 8u;
+    for (unsigned& warp : of) warp = start < 256u ? start : 256u;
+  }
+  ~EmulatedRegisters() {
+    for (unsigned warp = 0; warp < blockDim.x / 32u; ++warp)
+      if (of[warp] != of[warp / 4u * 4u]) emulator::complain("warps of a warpgroup have different registers");
+  }
+};
+inline void set_registers(unsigned wanted, bool more, const char* what) {
+  emulator::converge(what);
+  auto& registers = emulator::block_state<EmulatedRegisters>();
+  unsigned& own = registers.of[emulator::thread_rank() / 32u];
+  if (emulator::lane() == 0) {
+    if (more ? wanted < own : wanted > own)
+      emulator::fail("%s: %u registers per thread, where a thread has %u", what, wanted, own);
+    emulator::wait_until([&] { return own + registers.free >= wanted; }, what);
+    registers.free += own - wanted;
+    own = wanted;
+  }
+  emulator::converge(what);
+}
 template <int kRegisters>
-inline void keep_registers() {}
+inline void keep_registers() {
+  set_registers(kRegisters, false, "keep_registers");
+}
 template <int kRegisters>
-inline void claim_registers() {}
+inline void claim_registers() {
+  set_registers(kRegisters, true, "claim_registers");
+}
 
 // ---- Warpgroup matrix instructions.
 
@@ -335,15 +364,16 @@ template <class T>
 inline void pin(T*&) {}
 inline void matrix_fence() {}
 
-inline void matrix_commit() {
+EMULATOR_TOGETHER void matrix_commit() {
   emulator::thread_state<EmulatedMultiplies>().commit("matrix instructions");
-  emulator::converge("matrix_commit");  // matrix instructions wait until all lanes of the warp execute them
+  // Matrix instructions wait until all lanes of the warp execute them.
+  emulator::converge("matrix_commit", EMULATOR_CALL);
 }
 
 template <int kPending>
-inline void matrix_wait() {
+EMULATOR_TOGETHER void matrix_wait() {
   // .sync.aligned: all lanes of the warp wait together, even if nothing is unfinished.
-  emulator::converge("matrix_wait");
+  emulator::converge("matrix_wait", EMULATOR_CALL);
   if (!emulator::thread_state<EmulatedMultiplies>().wait(kPending)) return;
   emulator::converge("matrix_wait");  // the operands of all lanes have been read
   emulator::races::products_finished();

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from halo_cases import run_launches
 from layers import Layer, poisoned, to_tf32
 from preferred import preferring
 
@@ -135,12 +136,7 @@ class Gradient:
         packed, dx = (torch.full((n,), float("nan")) for n in (plan.packed_bytes // 4, self.x.numel()))
         portions = torch.full((plan.portions_bytes // 4,), float("nan"))
         places = {"x": self.grad, "weight": self.w, "workspace": packed, "y": dx, "portions": portions}
-        for launch, order in zip(
-            (plan.pack, plan.main, plan.sum), ("forward", "shuffled:1", "reversed"), strict=True
-        ):
-            if launch is not None:
-                addresses = (places[name].data_ptr() if name in places else 0 for name in launch.pointers)
-                emulator.prepare(launch, order)(tuple(addresses))
+        run_launches(plan, places, "shuffled:1")
         return float((dx.view_as(self.x).double() - self.expected).norm() / self.expected.norm())
 
 

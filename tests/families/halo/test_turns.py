@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from halo_cases import run_launches
 from layers import Layer, guarded, shifted
 from preferred import preferring
 from problems import A100, H200
@@ -117,10 +118,7 @@ def test_blocks_divide_chunks(division: Division) -> None:
     packed = torch.full((plan.packed_bytes // 2,), torch.nan, dtype=torch.bfloat16)
     dx, portions = torch.full_like(x, torch.nan), torch.full((plan.portions_bytes // 4,), torch.nan)
     places = {"x": dy, "weight": w, "workspace": packed, "y": dx, "portions": portions}
-    for launch, order in zip((plan.pack, plan.main, plan.sum), ("forward", "shuffled:1", "reversed"), strict=True):
-        emulator.prepare(launch, order)(
-            tuple(places[name].data_ptr() if name in places else 0 for name in launch.pointers)
-        )
+    run_launches(plan, places, "shuffled:1")
     assert float((dx.double() - expected).norm() / expected.norm()) < 4e-3
 
 
