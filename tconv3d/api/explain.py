@@ -81,7 +81,7 @@ def launches(
     """
     call = call_of(layer, input)
     problems = [problem for problem in problems_of(*call) if problem.which in passes]
-    if problems and _refusal(problems[0].geometry) is not None:
+    if problems and _refusal(problems[0]) is not None:
         return ()
     plans: list[Plan] = []
     if isinstance(layer, ConvTranspose3dReLU):
@@ -104,7 +104,7 @@ def tail_launches(block: FusedTail, input: Tensor, extra: Sequence[Any], device:
     call = call_of(block.convolution, input)
     kind = block.example_kind(input, extra)
     problem = None if isinstance(kind, str) else _tail_problem(kind, call, device)
-    if problem is None or _refusal(problem.geometry) is not None:
+    if problem is None or _refusal(problem) is not None:
         return ()
     return _launches_of(_plans([problem], device))
 
@@ -221,7 +221,7 @@ def _explain(
     device, gpu = found
     problems = problems_of(input, weight, bias, convolution)
     geometry, dtype = problems[0].geometry, problems[0].dtype
-    refusal = _refusal(geometry)
+    refusal = _refusal(problems[0])
     passes = _explain_passes(problems, device, gpu)
     output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
@@ -284,17 +284,17 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _refusal(geometry: Geometry) -> str | None:
-    """Returns why the planner leaves a layer to PyTorch's operator, or None if it does not."""
+def _refusal(problem: Problem) -> str | None:
+    """Returns why the planner leaves a call to PyTorch's operator, or None if it does not."""
     try:
-        planner.check_limits(geometry)
+        planner.check_limits(problem)
     except planner.Refused as refusal:
         return str(refusal)
     return None
 
 
 def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None) -> tuple[PassExplanation, ...]:
-    reason = _refusal(problems[0].geometry)
+    reason = _refusal(problems[0])
     if reason is not None:
         left = Plan(LEFT, reason, (), tile="PyTorch's choice")
         return tuple(_explain_pass(problem, left, gpu) for problem in problems)

@@ -158,7 +158,7 @@ def _devices(gpus: Sequence[str] | str | None) -> list[Device]:
 def _is_planned(call: Variant) -> bool:
     """Tells whether the planner takes a layer; PyTorch's operator computes the others, which need no kernel."""
     try:
-        planner.check_limits(call.forward.geometry)
+        planner.check_limits(call.forward)
     except planner.Refused:
         return False
     return True

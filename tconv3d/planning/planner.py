@@ -47,11 +47,10 @@ from ..families.weight_grad import via_contiguous as turned_planner
 from ..families.weight_grad import warps as weight_grad_planner
 from . import aligning, calibration, folding, repertoire, statistics
 from .arguments import with_tail
-from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
 from .problem import Device, Pass, Plan, Problem
-from .scalars import round_up
+from .scalars import INT32_MAX, round_up
 from .sums import adds_one, joined
 from .workspace import ALIGN
 
@@ -98,8 +97,9 @@ class Refused(NotImplementedError):
     """Raised for a legal call that no kernel takes, and that is left to PyTorch's operator. The message says why."""
 
 
-def check_limits(geometry: Geometry) -> None:
-    """Raises `Refused` for a layer beyond the limits of planning."""
+def check_limits(problem: Problem) -> None:
+    """Raises `Refused` for a layer or a volume beyond the limits of planning."""
+    geometry = problem.geometry
     if geometry.phases > MOST_DIRECT_PHASES:
         raise Refused(f"a stride of {geometry.stride} has {geometry.phases} phases, more than {MOST_DIRECT_PHASES}")
     if max(geometry.stride) > LONGEST_STRIDE:
@@ -108,6 +108,8 @@ def check_limits(geometry: Geometry) -> None:
         raise Refused(f"a kernel of {geometry.kernel} is longer than {LONGEST_KERNEL}")
     if any(axis.kernel * axis.dilation + axis.padding + axis.stride > FARTHEST for axis in geometry.axes):
         raise Refused(f"kernel size times dilation plus padding exceeds {FARTHEST} in a dimension")
+    if max(*problem.input_size, *problem.output_size) > INT32_MAX:
+        raise Refused(f"a volume is longer than {INT32_MAX} in a dimension")
 
 
 def _only_direct(wanted: Wanted) -> str | None:
@@ -211,7 +213,7 @@ def best(found: Sequence[Answer], wanted: Wanted, device: Device, most: int) -> 
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device, pytorch: bool = False) -> Plan:
-    check_limits(problem.geometry)
+    check_limits(problem)
     wanted = {problem.which: problem}
     with meeting(wanted, device):
         return plan_of(taken(wanted, device, pytorch), wanted, device)
@@ -225,7 +227,7 @@ def why_not_over_channels(problem: Problem, device: Device) -> str | None:
     """
     if problem.geometry.groups > 1:
         return "the channels of a position are in several groups"
-    check_limits(problem.geometry)
+    check_limits(problem)
     stored = replace(problem, channels="", per_position="")
     with meeting({problem.which: problem}, device):
         found, plain = ({problem.which: each} for each in (problem, stored))
@@ -314,7 +316,7 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device, pytorch: bool 
     if not problems:
         return []
     for problem in problems:
-        check_limits(problem.geometry)
+        check_limits(problem)
     wanted = {problem.which: problem for problem in problems}
     with meeting(wanted, device):
         return plans_of(taken(wanted, device, pytorch), wanted, device)

@@ -193,7 +193,7 @@ def plan(call: Call, settings: Settings) -> tuple[Plan, bool]:
     """
     wanted, device, problems = call.wanted, call.device, tuple(call.wanted.values())
     for problem in problems:
-        planner.check_limits(problem.geometry)
+        planner.check_limits(problem)
     cuda, final = call.like.is_cuda, True
     if _winners_count(cuda):
         with planner.meeting(wanted, device):

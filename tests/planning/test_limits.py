@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import Layer, passes
+from layers import Layer, Triple, passes
 
 import tconv3d
 from tconv3d.api.explain import call_of, launches, problems_of
@@ -227,6 +227,16 @@ def test_random_calls_are_planned_in_bounded_time() -> None:
     chance = random.Random(0)
     for _ in range(CASES):
         check_bounds(drawn(chance))
+
+
+@pytest.mark.parametrize("size", [(2**31, 1, 1), (1, 1, 2**30 + 1)], ids=["input", "output"])
+def test_dimensions_beyond_32_bits_are_refused(size: Triple) -> None:
+    """The output of the second volume is twice as long as its input."""
+    settings = Layer(1, 1, size, (1, 1, 2), (1, 1, 2)).settings
+    x, w = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, *size), (1, 1, 1, 1, 2)))
+    for problem in problems_of(x, w, None, settings):
+        with pytest.raises(planner.Refused, match="longer than 2147483647"):
+            planner.plan(problem, GPUS["H200"].device)
 
 
 # ---- what a refused call gets
