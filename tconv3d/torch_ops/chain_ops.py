@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .backend import current_backend, use_backend
 from .checks import Convolution
+from .dispatch import unchanged_but_cast
 from .ops import conv_transpose3d, gradients_of
 
 SAVED = 3  # input, weight and bias are saved before all others
@@ -92,8 +93,8 @@ class Chain(torch.autograd.Function):
         passed, saved = others[: ctx.count], others[ctx.count :]
         given = [grad for grad, kept in zip(grads, ctx.differentiable, strict=True) if kept]
         _check_versions(ctx.versions)
-        if torch.is_grad_enabled():
-            return None, None, None, *_recorded_gradients(ctx, operands, passed, given)
+        if torch.is_grad_enabled() or not all(unchanged_but_cast(each, None) for each in given):
+            return None, None, None, *_gradients_by_layer(ctx, operands, passed, given, torch.is_grad_enabled())
         dz, *found = ctx.passes.gradients(given, saved, passed)
         of_captured, left = found[: len(ctx.captured)], iter(found[len(ctx.captured) :])
         of_passed = [next(left) if need else None for need in ctx.passes.needed]
@@ -128,26 +129,27 @@ def _no_view(tensor: Tensor) -> Tensor:
     return tensor.new_empty(0).set_(*place)
 
 
-def _recorded_gradients(
-    ctx: Any, operands: Sequence[Tensor | None], passed: Sequence[Tensor], grads: Sequence[Tensor]
+def _gradients_by_layer(
+    ctx: Any, operands: Sequence[Tensor | None], passed: Sequence[Tensor], grads: Sequence[Tensor], again: bool
 ) -> list[Tensor | None]:
-    """Returns gradients that can be differentiated again.
+    """Returns gradients that can be differentiated again, or that batched tensors and dispatcher modes take part in.
 
     An operand may have been computed from another one. Views of the operands stand for them, so that each gradient is
     that of one operand while the others are constant.
     """
     _, _, convolution, backend = ctx.call
     tensors = [*operands, *passed, *ctx.captured]
-    views = [None if each is None else each.view_as(each) for each in tensors]
+    with torch.enable_grad():
+        views = [None if each is None else each.view_as(each) for each in tensors]
     count = SAVED + len(passed)
     input, weight, bias = views[:SAVED]
     assert input is not None and weight is not None
-    with use_backend(backend):
+    with use_backend(backend), torch.enable_grad():
         z = conv_transpose3d(input, weight, bias, convolution)
         captured = dict(zip(map(id, ctx.captured), views[count:], strict=True))
         results = ctx.passes.unfused(z, views[SAVED:count], captured)
     results = [each for each in results if each.is_floating_point()]
     needs = ctx.needs_input_grad[3:]
     asked = [view for view, need in zip(views, needs, strict=True) if need and view is not None]
-    found = iter(torch.autograd.grad(results, asked, grads, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(results, asked, grads, create_graph=again, allow_unused=True))
     return [next(found) if need else None for need in needs]

@@ -351,6 +351,21 @@ def test_hooks_and_second_derivatives_see_every_layer() -> None:
     assert seen == [model.tail]
 
 
+def test_batched_gradients() -> None:
+    model = module("GroupNorm, SiLU", torch.float64)
+    x = tensors(torch.float64, "contiguous")[0][:1].requires_grad_()
+    operands = [x, *model.parameters()]
+    with tconv3d.use_backend("emulator"):
+        y = model(x)
+        grads = torch.stack([torch.ones_like(y), y.detach()])
+        found = torch.autograd.grad(y, operands, grads, is_grads_batched=True, retain_graph=True, allow_unused=True)
+        for index, grad in enumerate(grads):
+            expected = torch.autograd.grad(y, operands, grad, retain_graph=True, allow_unused=True)
+            for one, other in zip(found, expected, strict=True):
+                if other is not None:
+                    torch.testing.assert_close(one[index], other)
+
+
 def test_a_weight_that_is_computed_is_computed_once_per_call() -> None:
     layers = [nn.utils.parametrizations.spectral_norm(nn.ConvTranspose3d(2, 4, 2)) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
