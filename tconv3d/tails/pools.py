@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -43,12 +43,23 @@ class PoolPass:
     after: Expression
     vectors: tuple[tuple[fx.Node, Shape], ...]
     wholes: tuple[fx.Node, ...]
+    places: fx.Node | None = None  # the places of the largest elements, which the pass writes beside them
 
     def shape(self, full: Shape) -> Shape:
         return (*full[:2], *self.size)
 
+    def with_places(self, other: PoolPass) -> PoolPass | None:
+        """Returns the pass that writes what another one writes, too: the places of these largest elements."""
+        ways = self.way, other.way
+        same = (self.windows, self.before, self.wholes) == (other.windows, other.before, other.wholes)
+        same = same and self.vectors[: len(other.vectors)] == other.vectors
+        if ways != ("FindingLargest", "LocatingLargest") or self.places is not None or not same:
+            return None
+        return replace(self, way=other.way, places=other.node)
+
     def __str__(self) -> str:
-        name = "average" if self.averages else "largest" if self.way == "FindingLargest" else "index of the largest"
+        largest = "index of the largest" if self.way == "LocatingLargest" else "largest"
+        name = "average" if self.averages else largest if self.places is None else "largest and its index"
         return f"{name} of windows {self.windows.size} of {self.before}, then {self.after}"
 
 

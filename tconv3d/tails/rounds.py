@@ -100,7 +100,9 @@ class Rounds:
     @property
     def ends(self) -> dict[fx.Node, Shape]:
         """The nodes that passes write, with their shapes of five dimensions."""
-        return {each.node: each.shape(self.full) for each in self.passes}
+        places = [(each.places, each) for each in self.passes if isinstance(each, PoolPass)]
+        written = [*((each.node, each) for each in self.passes), *places]
+        return {node: each.shape(self.full) for node, each in written if node is not None}
 
     @property
     def computed(self) -> set[fx.Node]:
@@ -401,11 +403,22 @@ def _round(state: _State, starts: tuple[fx.Node, ...], full: Shape, refused: set
         if one is None:
             unfit.add(node)
         else:
-            passes.append(one)
+            _add(one, passes)
     if unfit:
         return unfit
     small = tuple(node for node in nodes if node in found.small and node not in found.reductions and node in needed)
     return Rounds(starts[0], full, axes.channels_last, tuple(sums), tuple(passes), small, tuple(left))
+
+
+def _add(one: Pass, passes: list[Pass]) -> None:
+    """Adds a pass to others, or lets one of them write what it writes."""
+    for place, each in enumerate(passes):
+        if isinstance(each, PoolPass) and isinstance(one, PoolPass):
+            both = each.with_places(one) or one.with_places(each)
+            if both is not None:
+                passes[place] = both
+                return
+    passes.append(one)
 
 
 def _recomputed(found: _Sorted, outputs: set[fx.Node]) -> set[fx.Node]:

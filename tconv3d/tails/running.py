@@ -252,10 +252,12 @@ def _run_round(
     every = between.fill(at, [vectors_of(one) for one in rounds.passes], x, env, left, runner)
     for one, vectors in zip(rounds.passes, every, strict=True):
         overwrite = not keep and one is rounds.passes[-1]
-        y, sums = _run_pass(one, x, vectors, env, formed, overwrite, runner)
+        y, more = _run_pass(one, x, vectors, env, formed, overwrite, runner)
         _keep(one, y, env, formed)
-        if sums is not None and isinstance(one, AxisPass):
-            left.add_axis_sums(f"sums along {number}", sums, one, env)
+        if more is not None and isinstance(one, AxisPass):
+            left.add_axis_sums(f"sums along {number}", more, one, env)
+        elif isinstance(one, PoolPass) and one.places is not None:
+            env[one.places] = more
 
 
 def _keep(one: Pass, y: Tensor, env: Env, formed: Env) -> None:
@@ -275,7 +277,7 @@ def _run_pass(
         return tail_executor.evaluate(x, expression, vectors, wholes, dtype, overwrite, runner), None
     if isinstance(one, PoolPass):
         how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
-        return pool_executor.run(x, *how, vectors, wholes, dtype, runner), None
+        return pool_executor.run(x, *how, vectors, wholes, dtype, runner, one.places is not None)
     if isinstance(one, GatherPass):
         indices = None if one.indices is None else env[one.indices]
         pool = env[one.grad], indices, one.windows

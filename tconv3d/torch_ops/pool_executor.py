@@ -20,7 +20,7 @@ from .axis_executor import is_channels_last
 from .problems import DTYPES, RESULT_TYPES
 from .runner import READ, RUNNER, Runner, activation, are_aligned, kind_of, operands_read
 
-OPERANDS = (*READ, "null", "y", "workspace")
+OPERANDS = (*READ, "null", "y", "places", "workspace")
 GRADIENT = (*READ, "grad", "indices", "null", "y", "workspace")
 
 
@@ -36,23 +36,26 @@ def run(
     wholes: Sequence[Tensor],
     dtype: torch.dtype,
     runner: Runner = RUNNER,
-) -> Tensor:
-    """Returns a pool of x, [N, C, *size], in the layout of x.
+    with_places: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns a pool of x, [N, C, *size], in the layout of x, and the places of its elements if they are wanted.
 
-    `before` and `after` are C++ names of expressions of x's elements and of the results.
+    `before` and `after` are C++ names of expressions of x's elements and of the results. `way` is "LocatingLargest"
+    if places are wanted.
     """
     y = torch.empty((*x.shape[:2], *size), dtype=dtype, device=x.device, memory_format=_layout(x))
     aligned = are_aligned(x, y, *wholes)
     count = 0 if vectors is None else vectors.shape[0]
-    what = windows, size, way, averages, before, after, count, len(wholes)
+    places = torch.empty_like(y, dtype=torch.int64) if with_places else None
+    what = windows, size, way, with_places, averages, before, after, count, len(wholes)
     key = ("pool_pass", *kind_of(x), dtype, aligned, what)
 
     def plan() -> Plan:
         problem = Pool(*_shapes(x, aligned, size), windows, averages, count, len(wholes), RESULT_TYPES[dtype])
-        return plan_pool(problem, way, before, after, runner.device_of(x))
+        return plan_pool(problem, way, with_places, before, after, runner.device_of(x))
 
-    runner.launch(key, plan, OPERANDS, x, (*operands_read(x, vectors, wholes), None, y))
-    return y
+    runner.launch(key, plan, OPERANDS, x, (*operands_read(x, vectors, wholes), None, y, places))
+    return y, places
 
 
 def gradient(

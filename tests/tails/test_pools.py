@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tail_checks import LAST, C, check_gradients, check_values, fused, operand
+from tail_checks import LAST, C, check_gradients, check_values, fused, moved, operand
 from torch import Tensor, nn
 
 import tconv3d
@@ -41,6 +41,22 @@ def test_values(name: str) -> None:
 def test_gradients(name: str) -> None:
     layout = LAST if len(name) % 2 else torch.contiguous_format
     check_gradients(fused(TAILS[name]), operand(torch.float32, layout), 4)
+
+
+@pytest.mark.parametrize(("name", "most"), [("max pool", 4.8), ("overlapping max pool", 5.2)])
+def test_a_training_step_finds_maxima_and_their_places_together(name: str, most: float) -> None:
+    """The volumes that the passes read and write; the places have 8 bytes."""
+    assert moved(fused(TAILS[name]), operand(torch.float32)) < most
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+def test_maxima_and_their_places_are_one_pass(layout: torch.memory_format) -> None:
+    def tail(z: Tensor) -> tuple[Tensor, Tensor]:
+        largest, places = F.max_pool3d(F.silu(F.group_norm(z, 2)), 3, 2, 1, return_indices=True)
+        return torch.tanh(largest), places
+
+    report = check_values(fused(tail), operand(torch.float32, layout))
+    assert len(report.passes) == 1 and "largest and its index" in report.passes[0]
 
 
 def test_gradients_in_16_bits() -> None:

@@ -114,6 +114,7 @@ POOL_PASS = Arguments(
     "pool_pass",
     x=CONST_POINTER("The activations."),
     y=POINTER("The pooled activations, in the same layout."),
+    places=POINTER("The place in its volume that every pooled activation is from, or null."),
     **_TAIL,
     **_POOL,
 )

@@ -44,9 +44,12 @@ class Pool:
 
 
 @lru_cache(maxsize=1024)
-def plan_pool(p: Pool, way: str, before: str, after: str, device: Device) -> Plan:
-    """Returns the plan of a pool. `way` says how a window is reduced (axis_reductions.cuh)."""
-    own: Constants = (("Way", f"tconv3d::{way}"), ("Before", before), ("After", after))
+def plan_pool(p: Pool, way: str, places: bool, before: str, after: str, device: Device) -> Plan:
+    """Returns the plan of a pool. `way` says how a window is reduced (axis_reductions.cuh).
+
+    With `places` it is `LocatingLargest`, and the pass stores the largest elements and their places.
+    """
+    own: Constants = (("Way", f"tconv3d::{way}"), ("kPlaces", places), ("Before", before), ("After", after))
     return Plan(POOL_PASS.kernel, "one read, and one write of the result", (_launch(POOL_PASS, p, p.y_size, own),))
 
 

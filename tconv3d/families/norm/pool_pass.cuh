@@ -1,5 +1,6 @@
 // One pass that pools activations over windows of their volume, with pointwise expressions of every element
 // before and of every result behind the pool. Windows may overlap, be dilated, and reach over the border.
+// With kPlaces the pass stores the largest elements and, beside them, their places.
 //
 // A thread computes one result; with channels last it computes kVector neighbouring channels of one position.
 // Neighbouring threads have neighbouring results, so that what windows share comes out of L1.
@@ -49,16 +50,27 @@ __device__ void run(const Args& args) {
     }
   }
   Vector<Result, C::kVector> results;
+  [[maybe_unused]] Vector<long long, C::kPlaces ? C::kVector : 1> places;
 #pragma unroll
   for (int v = 0; v < C::kVector; ++v) {
     Element element = pool_element<Element>(args, row + v);
-    element.values[0] = states[v].result();
+    if constexpr (C::kPlaces) {
+      element.values[0] = states[v].best;
+      places.at[v] = states[v].index;
+    } else {
+      element.values[0] = states[v].result();
+    }
     if constexpr (C::kAverages)
       element.values[0] /= static_cast<Acc>(PoolDivisor<C>::of(place.d, place.h, place.w, args.x_size));
     results.at[v] = Narrow<Result>::from(C::After::of(element));
   }
   *reinterpret_cast<Vector<Result, C::kVector>*>(static_cast<Result*>(args.y) +
                                                  static_cast<long long>(at) * C::kVector) = results;
+  if constexpr (C::kPlaces) {
+    long long* const to = static_cast<long long*>(args.places) + static_cast<long long>(at) * C::kVector;
+#pragma unroll
+    for (int v = 0; v < C::kVector; ++v) to[v] = places.at[v];
+  }
 }
 
 }  // namespace tconv3d
