@@ -226,7 +226,7 @@ def _function_name(node: fx.Node) -> str:
 
 def of_module(node: fx.Node, module: nn.Module, training: bool | None = None) -> Known:
     """Returns what is known of a call of a module with one positional argument."""
-    kind = type(module)
+    kind = _inherited(type(module))
     word = name_of(kind)
     if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
         return Known(Kind.UNKNOWN, word=kind.__name__)
@@ -248,6 +248,18 @@ def of_module(node: fx.Node, module: nn.Module, training: bool | None = None) ->
     if kind in _OTHER_MODULES:
         return Known(Kind.FRESH, word=word, states=frozenset({module}) if kind in _NORM_MODULES else frozenset())
     return Known(Kind.UNKNOWN, word=kind.__name__)
+
+
+# What a class may define and still compute what its base class computes.
+_HARMLESS = _words("__init__ __module__ __doc__ __qualname__ __annotations__ __static_attributes__ __firstlineno__")
+
+
+def _inherited(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class of PyTorch from which a class inherits all but its constructor, or the class itself."""
+    own = kind
+    while not own.__module__.startswith("torch.") and len(own.__bases__) == 1 and _HARMLESS.issuperset(vars(own)):
+        (own,) = own.__bases__
+    return own if own.__module__.startswith("torch.") else kind
 
 
 def _in_a_row(node: fx.Node, modules: nn.Module, training: bool | None) -> Known:

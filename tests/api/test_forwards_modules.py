@@ -43,6 +43,28 @@ def test_a_replica_runs_its_own_layers(count: list[str]) -> None:
     torch.testing.assert_close(replica(X), plain(X))
 
 
+class Norm(nn.GroupNorm):
+    """Inherits everything but its constructor."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(2, channels)
+
+
+class Bounded(Norm):
+    def extra_repr(self) -> str:
+        return "bounded"
+
+
+@pytest.mark.parametrize("kind", [Norm, Bounded])
+def test_a_class_that_inherits_from_one_of_pytorch(kind: type[Norm], count: list[str], monkeypatch: Any) -> None:
+    model = tconv3d.accelerate(nn.Sequential(nn.ConvTranspose3d(2, 4, 2, stride=2), kind(4), nn.SiLU()))
+    expected = model[2](model[1](model[0](X)))
+    torch.testing.assert_close(model(X), expected)
+    assert count == (["conv -> group_norm -> silu"] if kind is Norm else [])
+    monkeypatch.setattr(kind, "forward", lambda self, x: 0 * x, raising=False)
+    assert not model(X).any()
+
+
 def test_restoring_leaves_nothing() -> None:
     model = block()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
