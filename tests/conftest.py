@@ -38,7 +38,7 @@ THINNED = {
     **dict.fromkeys(("halo", "mma", "weight_grad", "far", "narrow", "channel_sum", "few_launches"), 9),
     **dict.fromkeys(("broken_twins", "fuzz", "mutants", "races", "errors", "wrong_arguments"), 3),
     **dict.fromkeys(("alignment", "conv_transpose3d", "input_grad", "moments"), 8),
-    **dict.fromkeys(("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "tiles"), 10),
+    **dict.fromkeys(("depthwise", "few_channels", "few_outputs", "tiles"), 10),
     **dict.fromkeys(("fused", "reductions"), 5),
     **dict.fromkeys(("up", "up_backward", "up_grad", "rows"), 8),
     **dict.fromkeys(("reuse", "fuse", "folding", "windows"), 4),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import few_channels_layers
 import pytest
 import torch
+from few_channels_layers import T1, T2, T3
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,18 +21,10 @@ import tconv3d
 from tconv3d.families.few_channels import outputs as few_outputs_planner
 from tconv3d.planning.problem import Pass
 
-T3, T2, T1 = (3, 3, 3), (2, 2, 2), (1, 1, 1)
-
 LAYERS = {
-    "gan": Layer(64, 1, (4, 5, 18), (4, 4, 4), T2, T1),
-    "monai": Layer(32, 2, (4, 9, 5), T3, T2, T1, T1),
-    "stride one": Layer(12, 1, (3, 4, 5), T3, bias=False),
+    **few_channels_layers.LAYERS,
     "several tiles and parts": Layer(8, 1, (30, 11, 19), (2, 3, 3), T1, (0, 1, 1), batch=1),
-    "groups, stride beyond kernel": Layer(16, 2, (3, 4, 5), (2, 2, 3), (3, 2, 1), (1, 0, 0), (1, 1, 0), (1, 1, 2), 2),
-    "odd channels": Layer(17, 3, (3, 4, 5), (2, 2, 3), (1, 2, 2), T1),
-    "empty phases": Layer(8, 2, (3, 4, 5), T3, T2, (3, 2, 2), T1, T2),
     "flat": Layer(16, 4, (9, 4, 5), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
-    "padding beyond the kernel": Layer(8, 1, (7, 7, 7), T2, T1, T3),
     "outputs that no plane feeds": Layer(8, 1, (2, 3, 3), T1, (3, 3, 3), T1),
     "deep dilation": Layer(8, 1, (5, 3, 4), (3, 2, 2), (2, 1, 1), (1, 0, 0), (0, 0, 0), (3, 1, 1)),
     "wide, whole vectors": Layer(40, 1, (2, 9, 64), T3, T2, T1, T1, batch=1),
