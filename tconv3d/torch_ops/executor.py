@@ -150,6 +150,8 @@ class Task:
 OPERANDS = {
     Pass.FORWARD: ("x", "weight", "bias", "null", "y", "workspace"),
     Pass.INPUT_GRAD: ("dy", "weight", "null", "dx", "workspace"),
+    Pass.WEIGHT_GRAD: ("dy", "x", "null", "dw", "workspace"),
+    Pass.BIAS_GRAD: ("dy", "null", "db", "workspace"),
 }
 ANY_CONVOLUTION = (1, 1, 1), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1)  # settings that the gradient of a bias ignores
 BACKWARD = ("dy", "x", "weight", "null", "dx", "dw", "db", "workspace")
