@@ -380,6 +380,20 @@ TWINS = (
         Case(ODD, plans="A100", wanted=("weight", "bias")),
     ),
     Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
+        "own |= own << 1;",
+        "own |= own << 2;",
+        Case(Layer(16, 8, (3, 4, 20), T3, T1, T1), plans="A100", wanted=("weight", "bias")),
+    ),
+    Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
+        "exists ? first + width : first;",
+        "first;",
+        Case(Layer(16, 8, (3, 5, 16), T3, T1, T1), "bfloat16", plans="A100", wanted=("weight",)),
+    ),
+    Twin(
         "turned",
         "turn",
         "own[2].at[c], own[3].at[c]",

@@ -23,6 +23,9 @@
 // (for 16-bit types an odd shift joins halves of two registers). Shifts along d and h change the address of
 // the window.
 //
+// With kLinePairs, a chunk has segments of two neighbouring lines of x. The warp's rows are then neighbours
+// along h, and the lines read all but two of their lines of dy together, which are loaded once.
+//
 // While a tile is computed, a later one is prefetched in jobs (some channels of 32 words) that a warp issues
 // between parts of the arithmetic: loads into registers, which are rounded and stored to the other buffer one
 // part later; or (kAsync, whole words only) cp.async copies, which are rounded when fragments are loaded.
@@ -51,7 +54,8 @@ struct TensorWeightGrad {
   static constexpr bool kStrict = Products::kStrict;
   static constexpr int kPerWord = Products::kPerWord;
   static constexpr int kSegment = Products::kSegment;
-  static constexpr int kSegmentsPerChunk = 4;  // segments per chunk, one for each lane of a quad
+  static constexpr int kSegmentsPerChunk = 4;    // segments per chunk, one for each lane of a quad
+  static constexpr int kLines = Copies::kLines;  // lines of x of a chunk
   static constexpr int kTileSums = Products::kTileSums;
   static constexpr ptx::Operand kOperand = Products::kOperand;
 
@@ -62,7 +66,11 @@ struct TensorWeightGrad {
   static_assert(C::kStep == 1 ? C::kPitchY % 32 == 16 : C::kPitchY % 8 == 4,
                 "fragment loads of two channels without bank conflicts");
   static_assert(C::kStep == 1 || (C::kStep == C::kStrideW && C::kPhases == 1 && C::kHalves == 1));
-  static_assert(C::kSegments % kSegmentsPerChunk == 0);
+  static_assert(C::kSegments % (kLines * kSegmentsPerChunk) == 0);
+  static_assert(!C::kLinePairs ||
+                    (C::kAsync && !kStrict && C::kStrideH == 1 && C::kDilationH == 1 &&
+                     C::kRowsH % C::kRows == 0 && C::kWarpsRows * C::kRows == C::kRowsD * C::kRowsH),
+                "the rows of a warp are neighbours along h, and so are the lines of dy that they read");
   static_assert(C::kHooks >= 1 && (C::kAsync || C::kHooks <= C::kRows * C::kTilesOut), "jobs per chunk");
   static_assert((kOperand == ptx::Operand::kTf32) == (kPerWord == 1));
   static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * kTileSums;
@@ -105,10 +113,12 @@ struct TensorWeightGrad {
 
   // ---- The arithmetic.
 
-  // Multiplies one row of taps with one tile of output channels. `adds` says whether the lane adds dy.
-  template <int kRow, int kOut>
-  __device__ __forceinline__ void multiply(const typename Products::FragmentsX& x, const unsigned* dy,
-                                           bool adds) {
+  // Multiplies the lines of x with a line of dy, of one tile of output channels: for the first line of x it
+  // is that of row kLine of taps, for the second that of the row before. `adds` says whether the lane adds
+  // dy.
+  template <int kLine, int kOut>
+  __device__ __forceinline__ void multiply(const typename Products::FragmentsX (&x)[kLines],
+                                           const unsigned* dy, bool adds) {
     static_for<C::kWindows>([&](auto v) {
       constexpr int kV = decltype(v)::value;
       constexpr int kPlace = C::kWindowPhase(kV) * C::kPlane + C::kWindowStart(kV);
@@ -141,14 +151,16 @@ struct TensorWeightGrad {
           if constexpr (kStrict) {
 #pragma unroll
             for (int m = 0; m < C::kTilesIn; ++m)
-              Products::multiply_halves(sums[kRow][kT][m][kOut], rests[kRow][kT][m][kOut], x, m, b);
+              Products::multiply_halves(sums[kLine][kT][m][kOut], rests[kLine][kT][m][kOut], x[0], m, b);
           } else {
+            static_for<Products::kSteps * kLines>([&](auto i) {
+              constexpr int kStep = decltype(i)::value / kLines, kOf = decltype(i)::value % kLines;
+              if constexpr (kLine >= kOf && kLine - kOf < C::kRows) {
 #pragma unroll
-            for (int step = 0; step < Products::kSteps; ++step) {
-#pragma unroll
-              for (int m = 0; m < C::kTilesIn; ++m)
-                Products::template multiply_step<0>(sums[kRow][kT][m][kOut], x[0][m], step, b);
-            }
+                for (int m = 0; m < C::kTilesIn; ++m)
+                  Products::template multiply_step<0>(sums[kLine - kOf][kT][m][kOut], x[kOf][0][m], kStep, b);
+              }
+            });
           }
         }
       });
@@ -177,22 +189,44 @@ struct TensorWeightGrad {
   // Computes one chunk, and advances the copy of a later tile in between if it goes through registers.
   __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, const Copies& copies,
                                                 Copy& copy) {
-    const int segment = chunk * kSegmentsPerChunk + lane % 4;
-    const int in = (warp_in * C::kTilesIn * 16 + lane / 4) * C::kPitchX + segment * kSegment;
-    const int segment_words = reinterpret_cast<const int*>(shared + Copies::kSegmentTable)[segment];
-    const unsigned* const dy =
-        buffer + Copies::kBufferY + (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY + segment_words;
-    typename Products::FragmentsX x;
+    const int place = chunk * kSegmentsPerChunk + lane % 4;  // a segment's number, or a pair's
+    const unsigned segment = (shared + Copies::kSegmentTable)[place];
+    const unsigned* const x_channel = buffer + (warp_in * C::kTilesIn * 16 + lane / 4) * C::kPitchX;
+    const unsigned* const dy = buffer + Copies::kBufferY +
+                               (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY +
+                               (C::kLinePairs ? segment >> 16 : segment);
+    typename Products::FragmentsX x[kLines];
     const unsigned zero = static_cast<unsigned>(args.tiles) >> 31;
 #pragma unroll
+    for (int l = 0; l < kLines; ++l) {
+      const int words = C::kLinePairs ? static_cast<int>(segment >> 8 * l & 0xFFu) : place;
+      load_line(x[l], x_channel + words * kSegment, zero);
+    }
+    // Segments beyond the tile read dy of others.
+    const int places = args.tile.d * args.tile.h * args.tile.w / kLines;
+    unsigned own = C::kBias && place < places ? bias.rows : 0u;
+    if (C::kLinePairs) own |= own << 1;
+    constexpr int kParts = (C::kRows + kLines - 1) * C::kTilesOut;
+    static_for<kParts>([&](auto part) {
+      constexpr int kPart = decltype(part)::value, kLine = kPart / C::kTilesOut;
+      const int words = C::kLinePairs ? row_words[0] + kLine * args.line_pitch : row_words[kLine];
+      multiply<kLine, kPart % C::kTilesOut>(x, dy + words, (own >> kLine & 1) != 0);
+      if constexpr (!C::kAsync && (kPart + 1) * C::kHooks % kParts < C::kHooks) copies.advance(copy);
+    });
+  }
+
+  // Loads the fragments of a chunk of a line of x, whose words in the lane's first channel are `from`.
+  __device__ __forceinline__ void load_line(typename Products::FragmentsX& x, const unsigned* from,
+                                            unsigned zero) const {
+#pragma unroll
     for (int m = 0; m < C::kTilesIn; ++m) {
-      const unsigned* const from = buffer + in + 16 * m * C::kPitchX;
+      const unsigned* const channel = from + 16 * m * C::kPitchX;
       if constexpr (Products::kSharedRows) {
-        Products::to_halves(x[0][m][0], x[0][m][1], load_vector<kSegment>(from));
+        Products::to_halves(x[0][m][0], x[0][m][1], load_vector<kSegment>(channel));
       } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const unsigned* const row = from + (C::kHalfRows ? 0 : 8 * half) * C::kPitchX;
+          const unsigned* const row = channel + (C::kHalfRows ? 0 : 8 * half) * C::kPitchX;
           if constexpr (kStrict) {
             Products::to_halves(x[0][m][half], x[1][m][half], load_vector<kSegment>(row));
           } else {
@@ -201,14 +235,6 @@ struct TensorWeightGrad {
         }
       }
     }
-    // Segments beyond the tile read dy of others.
-    const unsigned own = C::kBias && segment < args.tile.d * args.tile.h * args.tile.w ? bias.rows : 0u;
-    constexpr int kParts = C::kRows * C::kTilesOut;
-    static_for<kParts>([&](auto part) {
-      constexpr int kPart = decltype(part)::value, kRow = kPart / C::kTilesOut;
-      multiply<kRow, kPart % C::kTilesOut>(x, dy + row_words[kRow], (own >> kRow & 1) != 0);
-      if constexpr (!C::kAsync && (kPart + 1) * C::kHooks % kParts < C::kHooks) copies.advance(copy);
-    });
   }
 
   // ---- The epilogue: slices are added, and the first slice's warps write the sums.
@@ -297,7 +323,8 @@ struct TensorWeightGrad {
       bias.begin(block.first_in / Copies::kBlockIn, warp_in == 0, block.tap_d, block.tap_h, first_row);
     }
     const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / Copies::kKinds);
-    const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
+    constexpr int kOfChunk = kLines * kSegmentsPerChunk;
+    const int chunks = (args.tile.d * args.tile.h * args.tile.w + kOfChunk - 1) / kOfChunk;
     // The last chunk may have segments beyond the tile: x is zero there, whatever dy is.
     for (int i = threadIdx.x; i < C::kStages * Copies::kBufferWords; i += C::kThreads)
       shared[Copies::kBuffers + i] = 0u;

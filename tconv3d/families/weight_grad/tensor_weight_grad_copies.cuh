@@ -17,6 +17,7 @@ struct WeightGradCopies {
   static constexpr int kWarps = C::kThreads / kLanes;
   static constexpr int kPerWord = Products::kPerWord;
   static constexpr int kSegment = Products::kSegment;
+  static constexpr int kLines = C::kLinePairs ? 2 : 1;  // lines of x that a warp multiplies at a time
 
   static constexpr int kBlockIn = C::kHalfRows ? 8 : 16 * C::kTilesIn * C::kWarpsIn;
   static constexpr int kBlockOut = 8 * C::kTilesOut * C::kWarpsOut;
@@ -27,8 +28,9 @@ struct WeightGradCopies {
   static constexpr int kKinds = kBlocksIn * kBlocksOut * kRowBlocksD * kRowBlocksH * C::kGroups;
 
   // Shared memory holds, in this order and counted in words: the Kind of the block, the table of slots
-  // (what is copied where), the offsets of every segment's dy, then kStages buffers of
-  // [channels of x][kPitchX], [channels of dy][kPitchY].
+  // (what is copied where), the offset of every segment's dy (with kLinePairs: of the dy of every pair of
+  // segments, and after it the two segments, 8 bits each), then kStages buffers of [channels of x][kPitchX],
+  // [channels of dy][kPitchY].
   static constexpr int kSlotsX = C::kSegments * kSegment;
   static constexpr int kSlotTable = 8;
   static constexpr int kSegmentTable = kSlotTable + 2 * (kSlotsX + C::kSlotsY);
@@ -62,6 +64,7 @@ struct WeightGradCopies {
       Side<true>::kRegisters > Side<false>::kRegisters ? Side<true>::kRegisters : Side<false>::kRegisters;
 
   static_assert(C::kPitchX % 32 == 16 && C::kPitchX >= kSlotsX, "fragment loads without bank conflicts");
+  static_assert(!C::kLinePairs || (C::kSegments <= 256 && C::kPitchY < 65536), "a pair in one word");
   static_assert(C::kPlane % 4 == 0 && C::kPitchY >= C::kPhases * C::kPlane);
   static_assert(!C::kAsync || (!Side<true>::kElements && !Side<false>::kElements), "copies of whole words");
   static_assert(C::kStages == 2 || (C::kAsync && C::kStages == 3), "buffers: one computed, the rest copied");
@@ -134,12 +137,17 @@ struct WeightGradCopies {
                                 pack(word * kPerWord * Side<false>::kStepW + C::kPlaneOffset(phase),
                                      phase * C::kPlane + line * args.line_pitch + word)};
     }
-    int* const segments = reinterpret_cast<int*>(shared + kSegmentTable);
+    unsigned* const segments = shared + kSegmentTable;
+    const int width = args.tile.w, count = args.tile.d * args.tile.h * width;
     for (int i = threadIdx.x; i < C::kSegments; i += C::kThreads) {
-      const int line = i / args.tile.w;
+      const bool exists = i < count / kLines;
+      // Segments beyond the tile are zero.
+      const int first = !exists ? count : kLines == 2 ? i + i / width * width : i;
+      const int line = first / width, second = exists ? first + width : first;
       const int line_y = line / args.tile.h * C::kStrideD * args.lines_h + line % args.tile.h * C::kStrideH;
-      const bool exists = i < args.tile.d * args.tile.h * args.tile.w;
-      segments[i] = exists ? line_y * args.line_pitch + i % args.tile.w * kSegment * C::kStep : 0;
+      const int words_y = exists ? line_y * args.line_pitch + first % width * kSegment * C::kStep : 0;
+      segments[i] = kLines == 2 ? static_cast<unsigned>(words_y << 16 | second << 8 | first)
+                                : static_cast<unsigned>(words_y);
     }
   }
 

@@ -69,12 +69,8 @@ def _candidates(layer: Layer) -> Iterator[tuple[Tiling, list[int]]]:
     for (warps, blocks), ti, to in product(
         ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
     ):
-        room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
-        # Registers for fragments, addresses and loads in flight.
-        others = 8 * ti + (REGISTERS_ASYNC if layer.asynchronous else REGISTERS_SYNC) + (8 if g.stride[2] > 1 else 0)
-        others += 8 if layer.whole_lines else 0  # windows have both phases
-        if layer.strict:  # the low halves of a window, and those of x or the sums of a chunk
-            others += 8 + (16 if layer.half_rows else 8 * ti)
+        room = _room(warps * blocks)
+        others = _other_registers(layer, ti)
         per_tile = layer.tile_sums * (2 if layer.strict else 1)  # strict float32 also holds what additions round off
         if per_tile * taps * ti * to > room - others:
             continue
@@ -96,6 +92,38 @@ def _candidates(layer: Layer) -> Iterator[tuple[Tiling, list[int]]]:
                 )
 
 
+def _room(warps: int) -> int:
+    """Returns the registers that a thread may have if so many warps share a multiprocessor."""
+    return min(248, REGISTERS // (32 * warps) // 8 * 8)
+
+
+def _other_registers(layer: Layer, tiles_in: int) -> int:
+    """Returns the registers for fragments, addresses and loads in flight."""
+    stride = layer.geometry.stride[2]
+    others = 8 * tiles_in + (REGISTERS_ASYNC if layer.asynchronous else REGISTERS_SYNC) + (8 if stride > 1 else 0)
+    others += 8 if layer.whole_lines else 0  # windows have both phases
+    if layer.strict:  # the low halves of a window, and those of x or the sums of a chunk
+        others += 8 + (16 if layer.half_rows else 8 * tiles_in)
+    return others
+
+
+def _may_pair(layer: Layer, planes: Planes, tiling: Tiling) -> bool:
+    """Tells whether a warp may multiply two lines of x at a time, whose taps read most lines of dy together."""
+    g, rows = layer.geometry, tiling.rows
+    neighbours = g.stride[1] == 1 and g.axes[1].dilation == 1 and tiling.rows_h % rows == 0
+    whole = rows * tiling.warps_rows == tiling.rows_d * tiling.rows_h
+    needed = layer.tile_sums * tiling.tiles(planes.taps) + _other_registers(layer, tiling.tiles_in)
+    fits = needed + 8 * tiling.tiles_in <= _room(tiling.warps * tiling.blocks)
+    return rows > 1 and neighbours and whole and fits and tiling.asynchronous and not layer.strict
+
+
+def _pairs(layer: Layer, planes: Planes, tiling: Tiling) -> bool:
+    """Tells whether a warp multiplies two lines of x at a time."""
+    if tiling.segments % (2 * CHUNK * tiling.slices) or not _may_pair(layer, planes, tiling):
+        return False
+    return best_wide_box(layer.geometry, planes, tiling.block_rows, tiling.segments).h % 2 == 0
+
+
 def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
     """Returns the loads per channel of x and per channel of dy that a box takes."""
     along_d, along_h = box.lines(layer.geometry, tiling.block_rows)
@@ -110,13 +138,16 @@ def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, in
     return x, y
 
 
-def _warp_cycles(layer: Layer, planes: Planes, tiling: Tiling, segments: int) -> tuple[float, float, float]:
+def _warp_cycles(
+    layer: Layer, planes: Planes, tiling: Tiling, segments: int, pairs: bool
+) -> tuple[float, float, float]:
     """Returns the cycles of tensor cores, of shared memory and of issuing instructions, for the products of one tile
     of every block of a multiprocessor."""
     chunks = -(-segments // (CHUNK * tiling.slices))
     tiles = tiling.tiles(planes.taps)
     multiplies = 2 * tiles * layer.instructions
-    loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * planes.words // SEGMENT
+    lines = (tiling.rows + 1) / 2 if pairs else tiling.rows  # lines of dy for each line of x
+    loads = 2 * tiling.tiles_in + lines * tiling.tiles_out * planes.words / SEGMENT
     warps = tiling.warps * tiling.blocks
     rounding = SPLITTING * SEGMENT if layer.strict else 2 * SEGMENT if layer.dtype == "float32" else 0
     adding = ADDING * tiles * layer.tile_sums if layer.strict else 0
@@ -142,14 +173,20 @@ def _tile_parts(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple
     block of a multiprocessor."""
     jobs = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
     words = copied_words(layer.geometry, planes, tiling.block_rows, box)
-    return _parts(layer, planes, tiling, box.segments, jobs, words)
+    return _parts(layer, planes, tiling, box.segments, jobs, words, _pairs(layer, planes, tiling))
 
 
 def _parts(
-    layer: Layer, planes: Planes, tiling: Tiling, segments: int, all_jobs: tuple[float, float], words: float
+    layer: Layer,
+    planes: Planes,
+    tiling: Tiling,
+    segments: int,
+    all_jobs: tuple[float, float],
+    words: float,
+    pairs: bool,
 ) -> tuple[float, ...]:
     """Returns the parts of `_tile_parts` for jobs of x and of dy, and words that are copied of a channel of dy."""
-    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, segments)
+    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, segments, pairs)
     jobs_x, jobs_y = all_jobs
     jobs = tiling.blocks * (jobs_x + jobs_y)
     loads_x, loads_y = layer.loads(tiling)
@@ -189,7 +226,8 @@ def _least_cost(layer: Layer, planes: Planes, tiling: Tiling, least: tuple[float
         segments * SEGMENT / max(1, layer.vector_x) / 32 * tiling.block_in(g) / loads_x,
         segments * loads * lanes_y / 32 * -(-tiling.block_out // (lanes_y * loads_y)),
     )
-    cycles = _joined(*_parts(layer, planes, tiling, segments, jobs, segments * words))
+    pairs = _may_pair(layer, planes, tiling)
+    cycles = _joined(*_parts(layer, planes, tiling, segments, jobs, segments * words, pairs))
     return ROUNDING * cycles / (tiling.blocks * segments) * tiling.kinds(g)
 
 
@@ -360,43 +398,48 @@ def _sums(p: Problem, mains: Sequence[Launch], splits: int, bias_slots: int) -> 
 @lru_cache(maxsize=1024)
 def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
     """Returns the box with the least predicted time for this volume."""
-    room = Buffers.of(layer, planes, tiling).plane
+    room, pairs = Buffers.of(layer, planes, tiling).plane, _pairs(layer, planes, tiling)
 
     def cost(box: Box) -> float:
         d, h, w = box.count(p.input_size, layer.per_word)
-        conflicts, _ = _pad(p.geometry, planes, tiling, box, room)
+        conflicts, _ = _pad(p.geometry, planes, tiling, box, room, pairs)
         return d * h * w * _tile_cycles(layer, planes, tiling, box) * (1 + 0.1 * (conflicts - 1))
 
-    lines = (max(p.input_size[0], 1), max(p.input_size[1], 1))
-    rows = tiling.block_rows
-    fitting = [box for box in boxes(tiling.segments, lines) if plane_words(p.geometry, planes, rows, box) <= room]
+    of_h = 2 if pairs else 1
+    lines, rows = (max(p.input_size[0], 1), max(p.input_size[1], of_h)), tiling.block_rows
+    found = (box for box in boxes(tiling.segments, lines) if box.h % of_h == 0)
+    fitting = [box for box in found if plane_words(p.geometry, planes, rows, box) <= room]
     return min(fitting, key=cost)
 
 
 @lru_cache(maxsize=65536)
-def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int, step: int) -> int:
+def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int, step: int, pairs: bool) -> int:
     """Returns the most loads of dy by a quarter-warp (two channels, four segments) that share a bank; 1 is ideal.
 
-    Two channels of phase planes lie 16 of the 32 banks apart, those of whole lines (`step` 2) 4.
+    Two channels of phase planes lie 16 of the 32 banks apart, those of whole lines (`step` 2) 4. Where a warp
+    multiplies pairs of lines, a segment stands for the pair of lines that begins with its line, and loads of x may
+    conflict too, which adds to the result.
     """
-    worst, apart = 1, 4 if step == 1 else 1
-    for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
-        banks = [0] * 8
-        for segment in range(chunk, chunk + CHUNK):
-            line, along = divmod(segment, box.w)
+    lines = 2 if pairs else 1
+    worst, worst_x, apart = 1, 1, 4 if step == 1 else 1
+    for chunk in range(0, box.segments // lines - CHUNK + 1, CHUNK):
+        banks, banks_x = [0] * 8, [0] * 8
+        for place in range(chunk, chunk + CHUNK):
+            line, along = lines * (place // box.w), place % box.w
             row = line // box.h * plane_rows + line % box.h * line_rows
-            first = row * pitch // SEGMENT + along * step
-            for place in (first, first + apart):
-                banks[place % 8] += 1
-        worst = max(worst, *banks)
-    return worst
+            first, first_x = row * pitch // SEGMENT + along * step, line * box.w + along
+            for of_channel, of_channel_x in ((first, first_x), (first + apart, first_x + 4)):
+                banks[of_channel % 8] += 1
+                banks_x[of_channel_x % 8] += 1
+        worst, worst_x = max(worst, *banks), max(worst_x, *banks_x)
+    return worst + worst_x - 1
 
 
-def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> tuple[int, int]:
+def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int, pairs: bool) -> tuple[int, int]:
     """Returns the fewest bank conflicts between lines of dy, and the words of padding per line that achieve this."""
     plane_rows, pitch = g.stride[0] * box.lines(g, tiling.block_rows)[1], planes.line_pitch(box.w)
     pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling.block_rows, box, pad) <= room]
-    return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad, planes.step), pad) for pad in pads)
+    return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad, planes.step, pairs), pad) for pad in pads)
 
 
 def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int) -> int:
@@ -449,7 +492,8 @@ def _main(p: Problem, layer: Layer, piece: int, planes: Planes, tiling: Tiling, 
     g = p.geometry
     buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
     along_d, along_h = box.lines(g, tiling.block_rows)
-    pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)[1]
+    pad = _pad(g, planes, tiling, box, buffers.plane, _pairs(layer, planes, tiling))[1]
+    pitch = planes.line_pitch(box.w) + pad
     return Launch(
         kernel="tensor_weight_grad",
         constants=_constants(p, layer, piece, planes, tiling, buffers),
@@ -481,7 +525,8 @@ def _constants(p: Problem, layer: Layer, piece: int, planes: Planes, tiling: Til
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
     box = best_wide_box(g, planes, tiling.block_rows, tiling.segments)
     jobs = sum(_jobs(layer, tiling, _slots(layer, planes, tiling, box)))
-    chunks = tiling.segments // (CHUNK * tiling.slices)
+    pairs = _pairs(layer, planes, tiling)
+    chunks = tiling.segments // (CHUNK * tiling.slices * (2 if pairs else 1))
     hooks = -(-jobs // (tiling.warps * chunks))
     if not tiling.asynchronous:
         hooks = min(hooks, tiling.rows * tiling.tiles_out, 3)
@@ -500,6 +545,7 @@ def _constants(p: Problem, layer: Layer, piece: int, planes: Planes, tiling: Til
         ("kLaneChannelsY", layer.lane_channels(tiling)[1]),
         ("kChannelsLast", layer.channels_last),
         ("kHooks", hooks),
+        ("kLinePairs", pairs),
         ("kStages", tiling.stages),
         ("kAsync", tiling.asynchronous),
         ("kGroups", g.groups),

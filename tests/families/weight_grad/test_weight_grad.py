@@ -172,7 +172,7 @@ def test_bitwise_reproducible(name: str, tensor_cores: str) -> None:
 
 
 @warp_only
-@pytest.mark.parametrize("name", ["many tiles", "gan"])
+@pytest.mark.parametrize("name", ["groups of eight", "gan"])
 def test_both_ways_of_copying_agree_to_the_bit(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, dy = tensors(LAYERS[name], torch.float32, tensor_cores)
     first = check(LAYERS[name], x, dy)
