@@ -34,7 +34,7 @@ from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import DTYPES, OperandAddresses
 from . import survey
-from .explanation import AxisExplanation, Explanation, PassExplanation
+from .explanation import AxisExplanation, Explanation, PassExplanation, in_microseconds
 from .fuse import FusedTail, with_tail
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 
@@ -356,20 +356,21 @@ def _price(offer: Offer, taken: Offer) -> str:
     """Says how long an offer that was not taken is predicted to take."""
     # The planner predicts a time only if the lower bound could still win; otherwise the bound itself is shown.
     if offer.least_microseconds >= taken.microseconds:
-        return f"predicted to take at least {offer.least_microseconds:.3g} us"
+        return f"predicted to take at least {in_microseconds(offer.least_microseconds)}"
     if isinf(offer.microseconds):
         return (
             "its time is not known before it is timed on a GPU" if offer.kernel == PYTORCH else "no build of it fits"
         )
-    text = f"predicted to take {offer.microseconds:.3g} us"
+    text = f"predicted to take {in_microseconds(offer.microseconds)}"
     surcharge = offer.taken.surcharge
     if surcharge == 1.0:
         return text
     if isinf(surcharge):
         return f"{text}; it is not taken by prediction, because nobody has measured it on this GPU"
-    if offer.kernel != PYTORCH:
-        return f"{text} by rates derived from another kernel's; it is taken if {offer.price:.3g} us is the least"
-    return f"{text}; its predictions are right within a factor of {surcharge:.2g}, and it is taken if that is less"
+    doubt = "by rates derived from another kernel's"
+    if offer.kernel == PYTORCH:
+        doubt = f"right within a factor of {surcharge:.2g}"
+    return f"{text}, {doubt}; it is taken if {in_microseconds(offer.price)} is the least"
 
 
 def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanation:

@@ -83,6 +83,11 @@ class Explanation:
         return asdict(self)
 
 
+def in_microseconds(time: float) -> str:
+    """Writes a time with three digits, and one of a millisecond or more without an exponent."""
+    return f"{time:.3g} us" if time < 999.5 else f"{time:.0f} us"
+
+
 def _how_launched(p: PassExplanation) -> str:
     if p.kernel == PYTORCH:
         return "PyTorch launches its own kernels"
@@ -101,7 +106,7 @@ def _predicted(p: PassExplanation) -> str:
         return f", comes with {p.together[0]}"
     others = [name for name in p.together if name != p.name]
     together = f" together with {' and '.join(others)}" if others else ""
-    return "" if p.predicted_us is None else f", predicted to take {p.predicted_us:.3g} us{together}"
+    return "" if p.predicted_us is None else f", predicted to take {in_microseconds(p.predicted_us)}{together}"
 
 
 def _choice(passes: Sequence[PassExplanation]) -> str:
@@ -111,9 +116,10 @@ def _choice(passes: Sequence[PassExplanation]) -> str:
     if first.measured_us:
         return f"{names}, {first.measured}"
     predicted = {each.together or each.name: each.predicted_us for each in passes if each.predicted_us is not None}
-    text = f"{names}, predicted to take {sum(predicted.values()):.3g} us" if predicted else names
-    beside = first.pytorch_us is not None and first.kernel != PYTORCH
-    return f"{text}, PyTorch's operator {first.pytorch_us:.3g} us" if beside else text
+    text = f"{names}, predicted to take {in_microseconds(sum(predicted.values()))}" if predicted else names
+    if first.pytorch_us is None or first.kernel == PYTORCH:
+        return text
+    return f"{text}, PyTorch's operator {in_microseconds(first.pytorch_us)}"
 
 
 def _count(number: int, what: str) -> str:
