@@ -34,12 +34,10 @@ from .reading import TENSOR
 MOST_PLANS = 16  # plans that a module makes; calls of further kinds run the forward as it is written
 MANY_SIZES = 16  # input sizes of a convolution that are fused at once; tracing a tail for one takes about 20 ms
 MOST_SIZES = 1024  # input sizes that are remembered
-MOST_STATES = (
-    64  # times that a chain gets other parameters, modes or numbers, after which it is not fused for new ones
-)
-MOST_OPENED = (
-    16  # modules behind convolutions that are looked into on trial; reading a forward takes a few milliseconds
-)
+# Times that a chain gets other parameters, modes or numbers, after which it is not fused for new ones.
+MOST_STATES = 64
+# Modules behind convolutions that are looked into on trial; reading a forward takes a few milliseconds.
+MOST_OPENED = 16
 MOST_INSIDE = 32  # modules inside of one that is looked into, all of which are conditions of every call
 _TENSORS = (Tensor, nn.Parameter)
 _MISSING: Any = object()

@@ -78,6 +78,8 @@ Call: TypeAlias = tuple[Kind, Tensor, Tensor | None, Convolution]  # what a call
 class FusedTail(nn.Module):
     """Runs a transposed convolution and its tail, fused where that is possible."""
 
+    words = "fused"  # what a profiler shows
+
     def __init__(self, convolution: nn.ConvTranspose3d, tail: Callable[..., Any], exact_order: bool) -> None:
         super().__init__()
         self.convolution = convolution
@@ -89,6 +91,11 @@ class FusedTail(nn.Module):
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
         if torch.compiler.is_compiling():
             return self._compiled(input, *extra)
+        if torch._C._autograd._profiler_enabled():
+            return dispatch.named_call(self.words, self._run, (input,), input, *extra)
+        return self._run(input, *extra)
+
+    def _run(self, input: Tensor, *extra: Any) -> Any:
         call = self._call(input, extra)
         if isinstance(call, str):
             return self._unfused(input, *extra)

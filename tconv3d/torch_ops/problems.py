@@ -105,9 +105,8 @@ class Tail:
     vectors: Tensor | None = None
     vector_count: int = 0
     wholes: tuple[Tensor, ...] = ()
-    reads: tuple[
-        Read, ...
-    ] = ()  # how each of the whole tensors lies in memory, if one lies otherwise than the result
+    # How each of the whole tensors lies in memory, if one lies otherwise than the result.
+    reads: tuple[Read, ...] = ()
     channels: str = ""  # the C++ name of the program over the channels of a position that follows the expression
     per_position: torch.dtype | None = None  # element type of a result with one number per position
 

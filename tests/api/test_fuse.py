@@ -351,6 +351,18 @@ def test_hooks_and_second_derivatives_see_every_layer() -> None:
     assert seen == [model.tail]
 
 
+def test_a_profiler_shows_what_runs_fused() -> None:
+    model = tconv3d.accelerate(nn.Sequential(nn.ConvTranspose3d(2, 4, 2), nn.SiLU()))
+    block = tconv3d.fuse(nn.ConvTranspose3d(2, 4, 2), F.silu)
+    x = torch.randn(1, 2, 2, 2, 2)
+    with tconv3d.use_backend("emulator"), torch.no_grad():
+        model(x)
+        with torch.profiler.profile() as seen:
+            model(x)
+            block(x)
+    assert {"tconv3d::conv -> silu", "tconv3d::fused"} <= {event.key for event in seen.key_averages()}
+
+
 def test_batched_gradients() -> None:
     model = module("GroupNorm, SiLU", torch.float64)
     x = tensors(torch.float64, "contiguous")[0][:1].requires_grad_()
