@@ -33,7 +33,7 @@ from tconv3d.families.halo import candidates, loading
 from tconv3d.families.halo import model as halo_model
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo import search as halo_search
-from tconv3d.families.halo.build import Division, Input, ceil_div
+from tconv3d.families.halo.build import Division, Input
 from tconv3d.families.halo.constants import constants
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.packing import pack
@@ -42,6 +42,7 @@ from tconv3d.families.halo.tiling import tilings
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import Device, Pass
 from tconv3d.planning.repertoire import TYPICAL
+from tconv3d.planning.scalars import ceil_div
 from tconv3d.runtime import compiler
 from tconv3d.tools.bench.layers import LAYERS, layer
 
