@@ -22,7 +22,7 @@ from .axes import AxisPass, Reduction
 from .computing import Env, compute_ready, finished, means_and_variances, stacked
 from .numbers import Assembled, Assembler, CannotAssemble, Made, Moments, Sums
 from .pointwise import aliases, meta, packet_of
-from .pool_gradients import GatherPass
+from .pool_gradients import Gathered, GatherPass
 from .rounds import Divided, Pass, Written
 from .stages import Statistics
 from .tracing import writes
@@ -104,6 +104,8 @@ class Between:
         self._outside |= {each for node in divided.left for each in node.all_input_nodes}
         self._outside |= {each for one in divided.rounds for launch in one.passes for each in _read_alone(launch)}
         self._outside |= {each for one in divided.rounds for sums in one.sums for each in sums.launch.wholes}
+        pools = [sums.pool for one in divided.rounds for sums in one.sums if sums.pool is not None]
+        self._outside |= {each for pool in pools for each in _of_pool(pool)}
         self._programs: dict[Any, tuple[Assembled, ...] | None] = {}  # by gap and shapes of what was left
         results = set(output.all_input_nodes)
         self._values = [
@@ -254,5 +256,9 @@ def _read_alone(one: Pass) -> list[fx.Node]:
     if isinstance(one, AxisPass):
         found += [*one.placed, *one.along]
     if isinstance(one, GatherPass):
-        found += [one.grad, *(() if one.indices is None else (one.indices,))]
+        found += _of_pool(one.pool)
     return found
+
+
+def _of_pool(pool: Gathered) -> list[fx.Node]:
+    return [pool.grad, *(() if pool.indices is None else (pool.indices,))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,13 +22,20 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Describes the gradient of a pool: windows, the gradient of its result, and the places of largest elements."""
+
+    windows: Windows
+    grad: fx.Node
+    indices: fx.Node | None
+
+
+@dataclass(frozen=True)
 class GatherPass:
     """Holds one pass that gathers the gradient of a pool, and its operands."""
 
     node: fx.Node
-    windows: Windows
-    grad: fx.Node
-    indices: fx.Node | None
+    pool: Gathered
     expression: Expression
     vectors: tuple[tuple[fx.Node, Shape], ...]
     wholes: tuple[fx.Node, ...]
@@ -38,7 +44,7 @@ class GatherPass:
         return full
 
     def __str__(self) -> str:
-        return f"gradient of a pool with windows {self.windows.size}, then {self.expression}"
+        return f"gradient of a pool with windows {self.pool.windows.size}, then {self.expression}"
 
 
 @dataclass
@@ -48,12 +54,12 @@ class Gathers:
     full: Shape
     kind: torch.dtype
     gather: fx.Node | None = None
-    late: dict[fx.Node, None] = field(default_factory=dict)
+    late: dict[fx.Node, int] = field(default_factory=dict)  # with the number of passes before them
 
     def holds(self, node: fx.Node) -> bool:
         return node is self.gather or node in self.late
 
-    def add(self, node: fx.Node, elements: Mapping[fx.Node, Any], small: Container[fx.Node]) -> bool:
+    def add(self, node: fx.Node, elements: Mapping[fx.Node, int], small: Container[fx.Node]) -> bool:
         """Takes a node that this pass can compute, and tells whether it did."""
         if packet_of(node) in (aten.avg_pool3d_backward, aten.max_pool3d_with_indices_backward):
             given = [each for each in (node.args[0], node.args[7]) if isinstance(each, fx.Node)]
@@ -73,20 +79,28 @@ class Gathers:
             return whole or is_vector(each, shape, self.full)
 
         assert self.gather is not None
-        everywhere = {**elements, **self.late, self.gather: None}
+        everywhere = {**elements, **self.late, self.gather: 0}
         if not is_pointwise(node, everywhere, self.full, operand):
             return False
-        self.late[node] = None
+        self.late[node] = 0
         return True
 
-    def program(self, node: fx.Node, starts: tuple[fx.Node, ...], elements: Mapping[fx.Node, Any]) -> GatherPass:
+    def program(self, node: fx.Node, starts: tuple[fx.Node, ...], elements: Mapping[fx.Node, int]) -> GatherPass:
         """Returns the pass that stores the gradient of the pool, or a function of it."""
+        writer = self.writer(starts, elements)
+        expression = writer.write(node)
+        return GatherPass(node, self.pool, expression, tuple(writer.vectors), tuple(writer.wholes))
+
+    def writer(self, starts: tuple[fx.Node, ...], elements: Mapping[fx.Node, int]) -> Writer:
+        """Returns what writes functions of the gradient."""
+        assert self.gather is not None
+        names = {self.gather: local(0)}
+        return Writer(self.full, starts[0], {**elements, **self.late}, names=names, locals=1, tensors=starts[1:])
+
+    @property
+    def pool(self) -> Gathered:
         gather = self.gather
         assert gather is not None
-        writer = Writer(
-            self.full, starts[0], {**elements, **self.late}, names={gather: local(0)}, locals=1, tensors=starts[1:]
-        )
-        expression = writer.write(node)
         size = as_triple(gather.args[2])
         step = as_triple(gather.args[3]) if gather.args[3] else size
         padding = as_triple(gather.args[4])
@@ -98,4 +112,4 @@ class Gathers:
             windows = Windows(size, step, padding, as_triple(gather.args[5]))
             indices = gather.args[7]
         assert indices is None or isinstance(indices, fx.Node)
-        return GatherPass(node, windows, grad, indices, expression, tuple(writer.vectors), tuple(writer.wholes))
+        return Gathered(windows, grad, indices)

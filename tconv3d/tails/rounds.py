@@ -36,7 +36,7 @@ from .pointwise import (
     packet_of,
     shape_of,
 )
-from .pool_gradients import GatherPass, Gathers
+from .pool_gradients import Gathered, GatherPass, Gathers
 from .pools import PoolPass, Pools
 from .tracing import writes
 
@@ -62,6 +62,7 @@ class Sums:
 
     reductions: tuple[Reduction, ...]
     launch: Launch
+    pool: Gathered | None = None  # the local number of the expressions is the gradient of this pool
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ class _Sorted:
             return
         if (used or along) and self.axes.add_sum(node, self.elements):
             return
-        level = max([*(self.elements.get(each, self.small.get(each, 0)) for each in inputs), 0])
+        levels = {**self.small, **self.gathers.late, **self.elements}
+        level = max([*(levels.get(each, 0) for each in inputs), 0])
         if not along:
             if not used and is_expanded_vector(node, self.full):
                 self.elements[node] = level
@@ -199,8 +201,15 @@ class _Sorted:
                 self.reductions[node] = reduction, level
                 self.small[node] = level + 1
                 return
+        if along == inputs and self.gathers.holds(along[0]):
+            found = reduction_of(node, self.full)
+            if found is not None and not found.extreme:
+                self.reductions[node], self.small[node] = (found, level), level + 1
+                return
         if not any(kind.add(node, self.elements, self.small) for kind in self.kinds):
             self.left.append(node)
+        elif node in self.gathers.late:
+            self.gathers.late[node] = level
 
     def recomputable(self, node: fx.Node) -> Shape | None:
         """Returns the shape of a tensor that will exist and that a node is a pointwise function of, or None."""
@@ -386,11 +395,14 @@ def _round(state: _State, starts: tuple[fx.Node, ...], full: Shape, refused: set
     sums: list[Sums] = []
     for some in _together([each for each in found.reductions.values() if each[0].node in needed]):
         inputs = [each.node.all_input_nodes[0] for each in some]
-        launch = _launch(inputs, starts, found.elements, full, int(bool(some[0].extreme)))
+        gathered = any(map(found.gathers.holds, inputs))
+        locals = int(bool(some[0].extreme))
+        writer = found.gathers.writer(starts, found.elements) if gathered else None
+        launch = _launch(inputs, starts, found.elements, full, locals, writer)
         if launch is None:
             unfit.update(each.node for each in some)
         else:
-            sums.append(Sums(some, launch))
+            sums.append(Sums(some, launch, found.gathers.pool if gathered else None))
     passes: list[Pass] = []
     summed = [each for each in axes.summed.values() if each.node in needed]
     with_sums = next((node for node in held if summed and node in axes.late), None)
@@ -494,8 +506,9 @@ def _launch(
     elements: Mapping[fx.Node, int],
     full: Shape,
     locals: int = 0,
+    writer: Writer | None = None,
 ) -> Launch | None:
-    writer = Writer(full, starts[0], elements, locals=locals, tensors=starts[1:])
+    writer = writer or Writer(full, starts[0], elements, locals=locals, tensors=starts[1:])
     expressions = tuple(writer.write(node) for node in nodes)
     if not _fits(writer.wholes, writer.vectors, expressions):
         return None

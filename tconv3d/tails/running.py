@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..families.norm.pool import Windows
 from ..planning.planner import Refused
 from ..planning.problem import contiguous_strides
 from ..torch_ops import axis_executor, kept, pool_executor, tail_executor
@@ -27,7 +28,7 @@ from .between import Between, Left, vectors_of
 from .computing import Env, compute, finished, rows_as_read
 from .expressions import VALUE
 from .pointwise import aliases
-from .pool_gradients import GatherPass
+from .pool_gradients import Gathered, GatherPass
 from .pools import PoolPass
 from .rounds import Divided, Pass, Rounds, Written
 from .stages import Stages
@@ -245,6 +246,10 @@ def _run_round(
         if extreme := each.reductions[0].extreme:
             (found,) = axis_executor.extreme(x, extreme, expressions[0], vectors, wholes, runner)
             env[each.reductions[0].node] = finished(each.reductions[0], found)
+        elif each.pool is not None:
+            pool = _tensors_of(each.pool, env)
+            parts = pool_executor.gradient_sums(x, *pool, expressions, vectors, wholes, runner)
+            left.add_sums(f"sums {number} {place}", parts, each.reductions)
         else:
             parts = tail_executor.sums(x, expressions, vectors, wholes, runner)
             left.add_sums(f"sums {number} {place}", parts, each.reductions)
@@ -279,13 +284,16 @@ def _run_pass(
         how = one.windows, one.size, one.way, one.averages, one.before.cpp, one.after.cpp
         return pool_executor.run(x, *how, vectors, wholes, dtype, runner, one.places is not None)
     if isinstance(one, GatherPass):
-        indices = None if one.indices is None else env[one.indices]
-        pool = env[one.grad], indices, one.windows
+        pool = _tensors_of(one.pool, env)
         return pool_executor.gradient(x, *pool, one.expression.cpp, vectors, wholes, dtype, runner), None
     program = one.program.cpp, one.sweeps, one.each
     sides = _placed(one, env, x), _along(one, env, x)
     sums = tuple(each.cpp for each in one.sums)
     return axis_executor.run(x, one.dims, *program, vectors, wholes, *sides, dtype, overwrite, runner, sums)
+
+
+def _tensors_of(pool: Gathered, env: Env) -> tuple[Tensor, Tensor | None, Windows]:
+    return env[pool.grad], None if pool.indices is None else env[pool.indices], pool.windows
 
 
 def captured_in(graph: fx.GraphModule) -> Env:

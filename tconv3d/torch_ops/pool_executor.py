@@ -12,16 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..families.norm.planner import Activation
-from ..families.norm.pool import Pool, Windows, plan_pool, plan_pool_grad
+from ..families.norm.planner import Activation, Strips
+from ..families.norm.pool import Pool, Windows, plan_pool, plan_pool_grad, plan_pool_grad_sums
 from ..planning.geometry import Triple
 from ..planning.problem import Plan
 from .axis_executor import is_channels_last
 from .problems import DTYPES, RESULT_TYPES
+from .pytorch_ops import statistics_dtype
 from .runner import READ, RUNNER, Runner, activation, are_aligned, kind_of, operands_read
 
 OPERANDS = (*READ, "null", "y", "places", "workspace")
 GRADIENT = (*READ, "grad", "indices", "null", "y", "workspace")
+SUMS = (*READ, "grad", "indices", "null", "sums", "workspace")
 
 
 def run(
@@ -89,6 +91,36 @@ def gradient(
 
     runner.launch(key, plan, GRADIENT, x, (*operands_read(x, vectors, wholes), grad, indices, None, y))
     return y
+
+
+def gradient_sums(
+    x: Tensor,
+    grad: Tensor,
+    indices: Tensor | None,
+    windows: Windows,
+    expressions: tuple[str, ...],
+    vectors: Tensor | None,
+    wholes: Sequence[Tensor],
+    runner: Runner = RUNNER,
+) -> Tensor:
+    """Returns sums of such expressions over the strips of every channel: [N, C, slots, number of expressions]."""
+    grad = grad.contiguous(memory_format=_layout(x))
+    indices = None if indices is None else indices.contiguous(memory_format=_layout(x))
+    aligned = are_aligned(x, grad, *wholes)
+    count = 0 if vectors is None else vectors.shape[0]
+    d, h, w = grad.shape[2:]
+    shapes = _shapes(x, aligned, (d, h, w))
+    slots = Strips.of(shapes[0], runner.device_of(x)).slots
+    parts = x.new_empty((*x.shape[:2], slots, len(expressions)), dtype=statistics_dtype(x.dtype))
+    what = windows, grad.shape, grad.dtype, indices is None, expressions, count, len(wholes)
+    key = ("pool_grad_sums", *kind_of(x), aligned, what)
+
+    def plan() -> Plan:
+        problem = Pool(*shapes, windows, indices is None, count, len(wholes), RESULT_TYPES[x.dtype])
+        return plan_pool_grad_sums(problem, DTYPES[grad.dtype], expressions, runner.device_of(x))
+
+    runner.launch(key, plan, SUMS, x, (*operands_read(x, vectors, wholes), grad, indices, None, parts))
+    return parts
 
 
 def _layout(x: Tensor) -> torch.memory_format:

@@ -103,7 +103,8 @@ def _bytes(node: fx.Node) -> int:
 def _bytes_of_pass(one: Any, value: fx.Node) -> int:
     launch = getattr(one, "launch", one)
     nodes = [*launch.wholes, *getattr(one, "placed", ())]
-    nodes += [getattr(one, name, None) for name in ("node", "grad", "indices", "places")]
+    nodes += [getattr(one, name, None) for name in ("node", "places")]
+    nodes += [getattr(getattr(one, "pool", None), name, None) for name in ("grad", "indices")]
     if isinstance(one, PoolPass) or "Value" in str(getattr(launch, "expressions", one)):
         nodes.append(value)
     return sum(_bytes(node) for node in nodes if node is not None)

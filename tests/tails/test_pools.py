@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tail_checks import LAST, C, check_gradients, check_values, fused, moved, operand
+from layers import poisoned
+from tail_checks import LAST, C, check_gradients, check_values, close, fused, moved, operand
 from torch import Tensor, nn
 
 import tconv3d
+from tconv3d.families.norm.pool import Windows
 from tconv3d.tails import pools
+from tconv3d.torch_ops import pool_executor
 
 TAILS: dict[str, Callable[[Tensor], Tensor]] = {
     "max pool": lambda z: F.silu(F.max_pool3d(F.silu(z), 2)),
@@ -88,6 +92,40 @@ def test_pytorch_finds_places_that_float32_does_not_count(monkeypatch: pytest.Mo
             result = model(x)
         assert (type(result.grad_fn).__name__ == "ChainBackward") == ours
         assert not check_values(model, x.detach()).pytorch
+
+
+NORMED: dict[str, tuple[nn.Module, float]] = {
+    "max pool": (nn.MaxPool3d(2), 5.8),
+    "overlapping max pool": (nn.MaxPool3d(3, 2, 1), 7),
+    "clipped average pool": (nn.AvgPool3d(3, 2, 1, ceil_mode=True, count_include_pad=False), 6),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, C), nn.BatchNorm3d(C)], ids=["GroupNorm", "BatchNorm"])
+def test_gradients_of_a_norm_before_a_pool(norm: nn.Module, name: str, layout: torch.memory_format) -> None:
+    """The sums that a norm's gradient needs gather the gradient of the pool, which is never written."""
+    pool, most = NORMED[name]
+    model, x = fused(nn.Sequential(copy.deepcopy(norm), nn.ReLU(), pool)), operand(torch.float32, layout)
+    check_gradients(model, x, 30)
+    assert moved(model, x) < most
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+def test_sums_of_a_gradient_over_several_strips(layout: torch.memory_format) -> None:
+    x = torch.randn((2, C, 15, 17, 19), generator=torch.Generator().manual_seed(1)).contiguous(memory_format=layout)
+    wide = x.double().requires_grad_()
+    y, places = F.max_pool3d(wide, 3, 2, 1, return_indices=True)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    (exact,) = torch.autograd.grad(y, wide, grad.double())
+    sums = ("tconv3d::Local<0>", "tconv3d::Product<tconv3d::Value, tconv3d::Local<0>>")
+    windows = Windows((3, 3, 3), (2, 2, 2), (1, 1, 1))
+    with tconv3d.use_backend("emulator"), poisoned():
+        found = pool_executor.gradient_sums(x, grad, places, windows, sums, None, ())
+    assert found.shape[2] > 1
+    for place, each in enumerate((exact, exact * wide.detach())):
+        close(found.sum(2)[..., place], each.sum((2, 3, 4)))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -127,6 +127,19 @@ POOL_GRAD = Arguments(
     indices=CONST_POINTER("The place in its volume that every pooled activation is from; null for averages."),
     **_POOL,
 )
+POOL_GRAD_SUMS = Arguments(
+    "pool_grad_sums",
+    x=CONST_POINTER("The activations."),
+    sums=POINTER("[batch][channels][slots][expressions]: the sums of every strip."),
+    **_TAIL,
+    grad=CONST_POINTER("The gradient of the pooled activations, in the same layout."),
+    indices=CONST_POINTER("The place in its volume that every pooled activation is from; null for averages."),
+    strips=_STRIPS("The strips of a sweep."),
+    x_size=EXTENT("The volume of the activations."),
+    y_size=EXTENT("The volume of the pooled activations."),
+    by_w=DIVIDER("Divides by the activations along w."),
+    by_h=DIVIDER("Divides by the activations along h."),
+)
 NORM_SUMS = Arguments(
     "norm_sums",
     dy=_DY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -11,8 +11,9 @@ from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.problem import Device, Plan
 from ...planning.scalars import INT32_MAX, RESULTS, SCALARS, accumulator
-from .arguments import POOL_GRAD, POOL_PASS
-from .planner import Activation
+from .arguments import POOL_GRAD, POOL_GRAD_SUMS, POOL_PASS
+from .axis import expression_list
+from .planner import Activation, Strips
 
 THREADS = 256
 
@@ -60,12 +61,35 @@ def plan_pool_grad(p: Pool, gradient: str, expression: str, device: Device) -> P
     return Plan(POOL_GRAD.kernel, "one read and one write", (_launch(POOL_GRAD, p, p.x_size, own),))
 
 
+@lru_cache(maxsize=1024)
+def plan_pool_grad_sums(p: Pool, gradient: str, expressions: tuple[str, ...], device: Device) -> Plan:
+    """Returns the plan of a pass that sums expressions of a pool's gradient."""
+    strips = Strips.of(p.activation, device)
+    sizes = {"x_size": p.x_size, "y_size": p.y_size, "by_w": p.x_size[2], "by_h": p.x_size[1]}
+    launch = strips.launch(POOL_GRAD_SUMS, len(expressions), {}, sizes, 2, Gradient=gradient)
+    constants = (*launch.constants, *_constants(p), ("Expressions", expression_list(expressions)))
+    return Plan(POOL_GRAD_SUMS.kernel, "one read", (replace(launch, constants=constants),))
+
+
+def _constants(p: Pool) -> Constants:
+    """Returns the constants of windows and operands."""
+    w = p.windows
+    triples = {"Window": w.size, "Step": w.step, "Padding": w.padding, "Dilation": w.dilation}
+    return (
+        *((f"k{name}{axis}", value[i]) for name, value in triples.items() for i, axis in enumerate("DHW")),
+        ("kCountsPadding", w.counts_padding),
+        ("kDivisor", w.divisor),
+        ("kAverages", p.averages),
+        ("kVectors", p.vectors),
+        ("kWholes", p.wholes),
+    )
+
+
 def _launch(arguments: Arguments, p: Pool, written: Triple, own: Constants) -> Launch:
     """Returns a launch with a thread for every element, or vector of channels, of the written volume."""
-    a, w = p.activation, p.windows
+    a = p.activation
     vector = a.vector if a.channels_last else 1
     count = a.batch * a.channels * prod(written) // vector
-    triples = {"Window": w.size, "Step": w.step, "Padding": w.padding, "Dilation": w.dilation}
     constants: Constants = (
         ("Scalar", SCALARS[a.dtype]),
         ("Acc", accumulator(a.dtype)[0]),
@@ -73,12 +97,7 @@ def _launch(arguments: Arguments, p: Pool, written: Triple, own: Constants) -> L
         ("kVector", vector),
         ("kChannelsLast", a.channels_last),
         ("kWide", count + THREADS > INT32_MAX),
-        *((f"k{name}{axis}", value[i]) for name, value in triples.items() for i, axis in enumerate("DHW")),
-        ("kCountsPadding", w.counts_padding),
-        ("kDivisor", w.divisor),
-        ("kAverages", p.averages),
-        ("kVectors", p.vectors),
-        ("kWholes", p.wholes),
+        *_constants(p),
         *own,
     )
     return arguments.launch(

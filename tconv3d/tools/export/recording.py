@@ -40,6 +40,7 @@ NAMES = {
     "axis_pass": "along_axis",
     "pool_pass": "pool",
     "pool_grad": "pool_grad",
+    "pool_grad_sums": "pool_grad_sums",
 }
 
 
