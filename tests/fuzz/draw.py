@@ -49,7 +49,7 @@ Axis = tuple[int, int, int, int, int]
 
 
 def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: int = CASES) -> list[Case]:
-    """Returns the cases of draw `number`. About 60% of draws use the backend's device, the others one of `plans[1:]`."""
+    """Returns the cases of draw `number`. About 60% are for the device, others for one of `plans[1:]`."""
     random = Random(f"{seed}:{number}")
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     favours = {name: favour for name, favour in FAVOURED.items() if not favour.kinds or kind in favour.kinds}
