@@ -149,7 +149,8 @@ struct MmaCopies {
   __device__ __forceinline__ void copy_items(unsigned to, long long origin, int channel, int source,
                                              int first) const {
     constexpr int kBatch = 4, kStep = C::kThreads / kParts;
-    const unsigned char* const from = address(origin, channel);
+    long long from = reinterpret_cast<long long>(address(origin, channel));
+    ptx::renew(from);  // Without this the compiler computes the address for each of the loops.
     const bool exists = C::kReduced % Layout::kChunk == 0 || channel < C::kReduced;
     int i = first;
 #pragma unroll 1
@@ -164,12 +165,13 @@ struct MmaCopies {
 #pragma unroll 1
     for (; i < count; i += kStep) copy_item(to, from, items[i], exists ? is_inside(items[i], i, source) : 0u);
   }
-  static __device__ __forceinline__ void copy_item(unsigned to, const unsigned char* from,
-                                                   const MmaItem& item, unsigned inside) {
+  static __device__ __forceinline__ void copy_item(unsigned to, long long from, const MmaItem& item,
+                                                   unsigned inside) {
+    const void* const own = reinterpret_cast<const void*>(from + item.from);
     if constexpr (kByPieces) {
-      ptx::copy_piece(to + item.slot(), from + item.from, inside);
+      ptx::copy_piece(to + item.slot(), own, inside);
     } else {
-      ptx::copy_word(to + item.slot(), from + item.from, inside);
+      ptx::copy_word(to + item.slot(), own, inside);
     }
   }
 
