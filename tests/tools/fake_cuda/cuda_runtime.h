@@ -9,8 +9,8 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
 extern "C" int emulator_launch(const void* args, unsigned args_bytes, const unsigned* grid, unsigned threads,
-                               unsigned shared_bytes, int order, unsigned long long seed, void** stacks,
-                               char* error, size_t error_bytes);
+                               unsigned shared_bytes, int order, unsigned long long seed,
+                               int (*previous)(), void** stacks, char* error, size_t error_bytes);
 
 namespace fake {
 
@@ -68,7 +68,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   static void* stacks = nullptr;
   const int failed =
       emulator_launch(bytes, fake::kArgsBytes, size, config->blockDim.x, static_cast<unsigned>(shared_bytes), 0, 0,
-                      &stacks, fake::error, sizeof fake::error);
+                      nullptr, &stacks, fake::error, sizeof fake::error);
   return failed ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
