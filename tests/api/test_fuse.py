@@ -379,11 +379,22 @@ def test_batched_gradients() -> None:
 
 
 def test_a_weight_that_is_computed_is_computed_once_per_call() -> None:
-    layers = [nn.utils.parametrizations.spectral_norm(nn.ConvTranspose3d(2, 4, 2)) for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x = torch.randn(1, 2, 2, 2, 2)
+    class Doubled(nn.Module):
+        calls = 0
+
+        def forward(self, weight: Tensor) -> Tensor:
+            self.calls += 1
+            return 2 * weight
+
+    layer, doubled = nn.ConvTranspose3d(2, 4, 2), Doubled()
+    nn.utils.parametrize.register_parametrization(layer, "weight", doubled)
+    block, x = tconv3d.fuse(layer, F.relu), torch.randn(1, 2, 2, 2, 2)
     with tconv3d.use_backend("emulator"):
-        torch.testing.assert_close(tconv3d.fuse(layers[0], F.relu)(x), F.relu(layers[1](x)))
+        for _ in range(2):
+            doubled.calls = 0
+            y = block(x)
+            assert doubled.calls == 1
+    torch.testing.assert_close(y, F.relu(layer(x)))
 
 
 def test_wrong_arguments() -> None:
