@@ -72,9 +72,15 @@ class Kernel:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Returns the kernel, its types, the halves that strict float32 splits values into, and the copy engine."""
-        kinds = (pair for pair in self.constants if isinstance(pair[1], str) or pair[0] in ("kHalves", "kHopper"))
-        return (self.name, *kinds)
+        """Returns the kernel, its types, the halves that strict float32 splits values into, and the copy engine.
+
+        Expressions, which are types with arguments to the compiler, do not count.
+        """
+
+        def counts(name: str, value: object) -> bool:
+            return "<" not in value if isinstance(value, str) else name in ("kHalves", "kHopper")
+
+        return (self.name, *(pair for pair in self.constants if counts(*pair)))
 
     def __str__(self) -> str:
         plain = tuple(pair for pair in self.constants if not isinstance(pair[1], tuple))
