@@ -415,7 +415,8 @@ def test_few_kernels_have_all_pairs_of_choices_of_many() -> None:
     ]
     kept = compile_everything.covering(kernels)
     together = {(kernel.name, a, b) for kernel in kept for a in kernel.constants[1:] for b in kernel.constants[1:]}
-    assert len(together) == 2 * (12 + 6 * 5 * 4)  # of two kernels: 12 values alone, and 4 for every two switches
+    # Each of the two kernels has 12 values alone, and 4 pairs of values for every two switches in either order.
+    assert len(together) == 2 * (12 + 6 * 5 * 4)
     assert set(kept) < set(kernels) and len(kept) <= 20 < len(kernels)
 
 
